@@ -1,0 +1,117 @@
+// The schedule of one rank: where every routed row stands, and in which order rows are fetched.
+//
+// Rows are sorted by local expert; inside an expert they stand in global token order (rank, token,
+// k) and start at a tile boundary. The place of a row depends on the routing alone, never on the
+// number of ranks, which is what makes bits independent of EP. The order of *fetching* is free: it
+// takes the source ranks in turn so that every link is loaded evenly.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/geometry.h"
+
+namespace mok::plan {
+
+struct Tile {
+  int32_t expert = 0;       // local expert
+  int32_t rows = 0;         // valid rows, 1..kTileRows; the rest is padding
+  int32_t slice_begin = 0;  // first tile of the slice: same expert, same minibatch
+  int32_t slice_tiles = 0;
+};
+static_assert(sizeof(Tile) == 16);
+
+// The part of an expert's rows that lies in one window; an expert without rows has one empty
+// segment. Weight gradients are computed segment by segment, accumulators carried on in order.
+struct Segment {
+  int32_t expert = 0;
+  int32_t first_tile = 0;
+  int32_t tiles = 0;
+  int32_t rows = 0;       // valid rows; they are contiguous from the first tile's first row
+  int32_t window = 0;
+  int32_t minibatch = 0;  // of the last tile: when the segment is complete
+  int32_t previous = -1;  // segment of the same expert in the window before: hands on its sums
+  int32_t last = 1;       // 1 = no later segment of this expert
+  // The one carry buffer is free for this segment's sums when that segment is done (-1: at once).
+  int32_t carry_reader = -1;
+};
+static_assert(sizeof(Segment) == 36);
+
+// One entry of the device-visible table; tables are read through these pointers on host and device.
+struct Schedule {
+  int32_t tiles = 0;
+  int32_t minibatches = 0;  // at least 1
+  int32_t windows = 0;      // at least 1
+  int32_t segments = 0;
+  int32_t fetches = 0;      // rows that are pulled: each token once per rank and window
+  int32_t real_rows = 0;    // rows without padding
+  const int32_t* expert_begin = nullptr;   // [E_local + 1] first row of each expert
+  const int32_t* expert_rows = nullptr;    // [E_local] rows without padding
+  const int32_t* row_slot = nullptr;       // [tiles * kTileRows] slot, -1 on padding
+  const int32_t* slot_row = nullptr;       // [R * T_max * K] row on this rank, -1 = not here
+  const Tile* tile = nullptr;              // [tiles]
+  const Segment* segment = nullptr;        // [segments]
+  const int32_t* segment_of_tile = nullptr;  // [tiles]
+  const int32_t* segment_begin = nullptr;  // [minibatches + 1] first segment of each minibatch
+  const int32_t* fetch_row = nullptr;      // [fetches] rows in fetch order
+  const int32_t* fetch_begin = nullptr;    // [minibatches + 1]
+};
+
+// Calls f(row, k) for each of the token's rows on this rank in `window`, in k order.
+template <class F>
+MOK_HD void for_each_row_of_token(const Geometry& g, const Schedule& s, int src, int token,
+                                  int window, F&& f) {
+  const int32_t window_rows = g.window_tiles(s.tiles) * kTileRows;
+  for (int k = 0; k < g.topk; ++k) {
+    const int32_t row = s.slot_row[g.slot(src, token, k)];
+    if (row >= 0 && row / window_rows == window) f(row, k);
+  }
+}
+
+// A row pulls its token when no other row of the token in the same window stands before it.
+MOK_HD inline bool is_first_row(const Geometry& g, const Schedule& s, int32_t row) {
+  const int32_t slot = s.row_slot[row];
+  if (slot < 0) return false;
+  const int window = row / (g.window_tiles(s.tiles) * kTileRows);
+  bool first = true;
+  for_each_row_of_token(g, s, g.slot_rank(slot), g.slot_token(slot), window,
+                        [&](int32_t other, int) { first = first && other >= row; });
+  return first;
+}
+
+// Position, inside a minibatch, of the i-th first row whose source is `src`: sources take turns,
+// each rank beginning with itself. `count[r]` = first rows of the minibatch with source r.
+MOK_HD inline int32_t fetch_position(const Geometry& g, const int32_t* count, int src, int32_t i) {
+  int32_t position = 0;
+  const int turn = (src - g.rank + g.ranks) % g.ranks;
+  for (int r = 0; r < g.ranks; ++r) {
+    position += count[r] < i ? count[r] : i;
+    if ((r - g.rank + g.ranks) % g.ranks < turn && count[r] > i) ++position;
+  }
+  return position;
+}
+
+// Host tables and their view.
+struct HostSchedule {
+  Schedule view() const;
+
+  std::vector<int32_t> expert_begin, expert_rows, row_slot, slot_row, segment_of_tile,
+      segment_begin, fetch_row, fetch_begin;
+  std::vector<Tile> tile;
+  std::vector<Segment> segment;
+  int32_t windows = 1;
+  int32_t real_rows = 0;
+};
+
+struct BadId {  // the first id outside [-1, E) in global token order
+  int32_t rank, token, k;
+  int64_t id;
+};
+
+// ids[r]: [tokens[r], K] expert ids of rank r, each -1 or in [0, E) (see `find_bad_id`).
+HostSchedule build_schedule(const Geometry& g, const int32_t* const* ids);
+
+// Looks for an id outside [-1, E); returns true and fills `bad` when there is one.
+bool find_bad_id(const Geometry& g, const int32_t* const* ids, BadId* bad);
+
+}  // namespace mok::plan
