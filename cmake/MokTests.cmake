@@ -1,8 +1,8 @@
 # tests/cpp/<label>/<name>.cpp -> program test_<label>_<name>, its GoogleTest cases known to CTest
 # with that label. tests/cpp/support: helpers that all of them link.
-# Label "sanitize" (what the presets asan and tsan build and run): stress tests, and unit tests
-# of the plan (unit/plan*.cpp).
-add_custom_target(mok_sanitized_tests)
+# A sanitizer build has only the tests that hunt races and stray writes: stress/*.cpp and
+# unit/plan*.cpp.
+add_custom_target(mok_tests)
 
 mok_component(mok_test_support FOLDERS tests/cpp/support
               DEPENDS mok_core mok_reference mok_plan mok_numerics)
@@ -21,20 +21,20 @@ foreach(label IN LISTS labels)
     list(APPEND tests ${cuda_tests})
   endif()
   foreach(test IN LISTS tests)
+    get_filename_component(stem ${test} NAME_WE)
+    set(name test_${label}_${stem})
+    if(MOK_SANITIZE AND NOT name MATCHES "^test_(stress_|unit_plan)")
+      continue()
+    endif()
     if(NOT TARGET GTest::gtest_main)
       find_package(GTest REQUIRED)
       include(GoogleTest)
     endif()
-    get_filename_component(stem ${test} NAME_WE)
-    set(name test_${label}_${stem})
     add_executable(${name} ${test})
     target_link_libraries(${name} PRIVATE mok_options mok_test_support GTest::gtest_main)
-    set(test_labels ${label})
-    if(label STREQUAL stress OR name MATCHES "^test_unit_plan")
-      set(test_labels "${label}\\;sanitize")
-      add_dependencies(mok_sanitized_tests ${name})
-    endif()
+    set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+    add_dependencies(mok_tests ${name})
     gtest_discover_tests(${name} TEST_PREFIX "${label}." DISCOVERY_MODE PRE_TEST
-                         DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${test_labels}" TIMEOUT 300)
+                         DISCOVERY_TIMEOUT 60 PROPERTIES LABELS ${label} TIMEOUT 300)
   endforeach()
 endforeach()

@@ -25,6 +25,7 @@ step() { # NAME COMMAND...: runs it, and notes how it went and how long it took
   return "$rc"
 }
 
+# shellcheck disable=SC2317  # called by step
 run_ctest() { # PRESET
   # ThreadSanitizer of older compilers cannot place its shadow memory under a large address
   # space randomisation; setarch -R switches that off for the tests.
@@ -33,6 +34,7 @@ run_ctest() { # PRESET
   "${prefix[@]}" ctest --preset "$1" --parallel "$jobs" --output-junit "$reports/ctest-$1.xml"
 }
 
+# shellcheck disable=SC2317  # called by step
 run_pytest() {
   .venv/bin/python -m pytest tests/python --junitxml "$reports/pytest.xml"
   local rc=$?

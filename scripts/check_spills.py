@@ -1,0 +1,84 @@
+"""Reads what ptxas says (-Xptxas -v) and fails when a kernel spills registers to memory.
+
+    check_spills.py LOG [--kernel REGEX] [--allow-none]
+
+Prints a line for each function compiled: registers, stack frame, spill stores and loads in bytes.
+--kernel names the functions that must not spill (default: all); that none matches is an error too,
+so that a renamed kernel cannot slip through, unless --allow-none is given. So is a setmaxnreg that
+ptxas ignored, whichever function it is in.
+"""
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROPERTIES = re.compile(r"Function properties for (\S+)")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_IGNORED = re.compile(r"setmaxnreg.*ignored", re.IGNORECASE)
+
+
+@dataclass
+class Usage:
+    """What one function takes; registers is None where ptxas does not say (device functions)."""
+
+    name: str
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    registers: int | None = None
+
+    @property
+    def spills(self) -> bool:
+        return self.spill_stores > 0 or self.spill_loads > 0
+
+
+def parse(log: str) -> list[Usage]:
+    usages: list[Usage] = []
+    name = None
+    for line in log.splitlines():
+        if match := _PROPERTIES.search(line):
+            name = match[1]
+        elif (match := _SPILLS.search(line)) and name is not None:
+            usages.append(Usage(name, *map(int, match.groups())))
+            name = None
+        elif (match := _REGISTERS.search(line)) and usages and usages[-1].registers is None:
+            usages[-1].registers = int(match[1])
+    return usages
+
+
+def problems(log: str, kernel: str = "", allow_none: bool = False) -> list[str]:
+    checked = [usage for usage in parse(log) if re.search(kernel, usage.name)]
+    found = [
+        f"{u.name} spills: {u.spill_stores} bytes stored, {u.spill_loads} bytes loaded"
+        for u in checked
+        if u.spills
+    ]
+    if not checked and not allow_none:
+        found.append(f"no function matches '{kernel}': was the log written with -Xptxas -v?")
+    found += [line.strip() for line in log.splitlines() if _IGNORED.search(line)]
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--kernel", default="", metavar="REGEX")
+    parser.add_argument("--allow-none", action="store_true")
+    options = parser.parse_args(arguments)
+    log = options.log.read_text(errors="replace")
+    for u in parse(log):
+        print(
+            f"{u.registers or '-':>4} registers {u.stack:6} stack "
+            f"{u.spill_stores:6} stores {u.spill_loads:6} loads  {u.name}"
+        )
+    found = problems(log, options.kernel, options.allow_none)
+    for problem in found:
+        print(f"check_spills: {problem}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
