@@ -54,4 +54,7 @@ done
 printf '\n== summary\n'
 printf '%s\n' "${lines[@]}"
 .venv/bin/python scripts/count_tests.py "$reports"/*.xml || failed=$((failed + 1))
-exit $((failed > 0))
+if [[ $failed -ne 0 ]]; then
+  echo "make test: FAILED, see the summary"
+  exit 1
+fi
