@@ -33,15 +33,24 @@ class Error : public std::runtime_error {
 
 inline const char* to_string(ErrorCode code) {
   switch (code) {
-    case ErrorCode::bad_argument: return "bad argument";
-    case ErrorCode::bad_type: return "bad type";
-    case ErrorCode::bad_routing: return "bad routing";
-    case ErrorCode::disagreement: return "ranks disagree";
-    case ErrorCode::aborted: return "aborted";
-    case ErrorCode::deadline: return "deadline";
-    case ErrorCode::out_of_memory: return "out of memory";
-    case ErrorCode::unsupported: return "unsupported";
-    case ErrorCode::internal: return "internal";
+    case ErrorCode::bad_argument:
+      return "bad argument";
+    case ErrorCode::bad_type:
+      return "bad type";
+    case ErrorCode::bad_routing:
+      return "bad routing";
+    case ErrorCode::disagreement:
+      return "ranks disagree";
+    case ErrorCode::aborted:
+      return "aborted";
+    case ErrorCode::deadline:
+      return "deadline";
+    case ErrorCode::out_of_memory:
+      return "out of memory";
+    case ErrorCode::unsupported:
+      return "unsupported";
+    case ErrorCode::internal:
+      return "internal";
   }
   return "unknown";
 }

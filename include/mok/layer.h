@@ -4,7 +4,8 @@
 //   mok::Workspace ws(*groups[rank], shape, mok::Precision::bf16, {.max_tokens = 4096});
 //   ws.forward(args);  ws.backward(args);                     // every rank makes the same calls
 //
-// What is computed: contract in docs/numerics.md. Calls block until the rank's outputs are complete.
+// What is computed: contract in docs/numerics.md. Calls block until the rank's outputs are
+// complete.
 #pragma once
 
 #include <cstdint>
@@ -68,11 +69,11 @@ struct WorkspaceOptions {
 };
 
 struct LayerWeights {
-  ConstStack gate, up;              // [E_local, I, H]
-  ConstStack down;                  // [E_local, H, I]
-  ConstMatrix shared_gate_proj;     // [I_s, H], null without a shared expert
-  ConstMatrix shared_up_proj;       // [I_s, H]
-  ConstMatrix shared_down_proj;     // [H, I_s]
+  ConstStack gate, up;                       // [E_local, I, H]
+  ConstStack down;                           // [E_local, H, I]
+  ConstMatrix shared_gate_proj;              // [I_s, H], null without a shared expert
+  ConstMatrix shared_up_proj;                // [I_s, H]
+  ConstMatrix shared_down_proj;              // [H, I_s]
   const void* shared_gate_vector = nullptr;  // [H], only with shape.shared_gate
 };
 
@@ -87,8 +88,8 @@ struct Saved {
 };
 
 struct ForwardArgs {
-  int64_t tokens = 0;  // T of this rank, 0..max_tokens
-  ConstMatrix x;       // [T, H]
+  int64_t tokens = 0;              // T of this rank, 0..max_tokens
+  ConstMatrix x;                   // [T, H]
   const void* topk_ids = nullptr;  // [T, K] contiguous, global expert ids, -1 = routes nowhere
   IdType id_type = IdType::int64;
   const void* topk_weights = nullptr;  // [T, K] contiguous, fp32 (fp64 in fp64)

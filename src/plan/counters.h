@@ -44,7 +44,8 @@ MOK_HD void for_each_wait(const Plan& p, const Task& t, F&& f) {
     }
   };
   switch (t.kind) {
-    case TaskKind::stage: break;
+    case TaskKind::stage:
+      break;
     case TaskKind::announce_staged:
       f(Wait{Counter::staged, 0, phase_size(p, TaskKind::stage, 0)});
       break;
@@ -57,13 +58,20 @@ MOK_HD void for_each_wait(const Plan& p, const Task& t, F&& f) {
     case TaskKind::sigma:
       if (!forward && !g.keep_shared) f(Wait{Counter::shared_rows, t.tile, g.columns_hidden()});
       break;
-    case TaskKind::shared_gate_up: break;
+    case TaskKind::shared_gate_up:
+      break;
     case TaskKind::shared_down:
       f(Wait{Counter::shared_hidden, t.tile, g.columns_shared()});
       break;
-    case TaskKind::gate_up: f(Wait{Counter::fetched, t.tile, p.s.tile[t.tile].rows}); break;
-    case TaskKind::down: f(Wait{Counter::hidden, t.tile, g.columns_inter()}); break;
-    case TaskKind::announce_returned: f(Wait{Counter::pushed, 0, pushed_target(p)}); break;
+    case TaskKind::gate_up:
+      f(Wait{Counter::fetched, t.tile, p.s.tile[t.tile].rows});
+      break;
+    case TaskKind::down:
+      f(Wait{Counter::hidden, t.tile, g.columns_inter()});
+      break;
+    case TaskKind::announce_returned:
+      f(Wait{Counter::pushed, 0, pushed_target(p)});
+      break;
     case TaskKind::reduce: {
       flags_of_all(Counter::returned_flag, true);
       if (!g.has_shared() || t.begin >= t.end) break;
@@ -81,7 +89,9 @@ MOK_HD void for_each_wait(const Plan& p, const Task& t, F&& f) {
       }
       break;
     case TaskKind::router_grad:
-    case TaskKind::d_input: f(Wait{Counter::d_hidden, t.tile, g.columns_inter()}); break;
+    case TaskKind::d_input:
+      f(Wait{Counter::d_hidden, t.tile, g.columns_inter()});
+      break;
     case TaskKind::weight_grad: {
       const Segment& segment = p.s.segment[t.tile];
       f(Wait{Counter::segment_ready, t.tile, segment.tiles * g.columns_inter()});
@@ -100,8 +110,11 @@ MOK_HD void for_each_wait(const Plan& p, const Task& t, F&& f) {
     case TaskKind::shared_weight_grad:
       f(Wait{Counter::shared_ready, 0, g.own_tiles() * g.columns_shared()});
       break;
-    case TaskKind::vector_grad: f(Wait{Counter::sigma_all, 0, g.own_tiles()}); break;
-    case TaskKind::count: break;
+    case TaskKind::vector_grad:
+      f(Wait{Counter::sigma_all, 0, g.own_tiles()});
+      break;
+    case TaskKind::count:
+      break;
   }
 }
 
@@ -114,7 +127,9 @@ MOK_HD void for_each_signal(const Plan& p, const Task& t, F&& f) {
     if (p.s.windows > 2) f(Counter::window_done, window);  // else nobody waits for it
   };
   switch (t.kind) {
-    case TaskKind::stage: f(Counter::staged, 0); break;
+    case TaskKind::stage:
+      f(Counter::staged, 0);
+      break;
     case TaskKind::fetch: {
       const int window = t.minibatch / window_minibatches(p);
       for (int32_t i = t.begin; i < t.end; ++i) {
@@ -128,8 +143,12 @@ MOK_HD void for_each_signal(const Plan& p, const Task& t, F&& f) {
       f(Counter::sigma, t.tile);
       f(Counter::sigma_all, 0);
       break;
-    case TaskKind::shared_gate_up: f(Counter::shared_hidden, t.tile); break;
-    case TaskKind::shared_down: f(Counter::shared_rows, t.tile); break;
+    case TaskKind::shared_gate_up:
+      f(Counter::shared_hidden, t.tile);
+      break;
+    case TaskKind::shared_down:
+      f(Counter::shared_rows, t.tile);
+      break;
     case TaskKind::gate_up:
       f(Counter::hidden, t.tile);
       window_done(window_of_tile(p, t.tile));
@@ -154,13 +173,16 @@ MOK_HD void for_each_signal(const Plan& p, const Task& t, F&& f) {
       f(Counter::shared_d_hidden, t.tile);
       f(Counter::shared_ready, 0);
       break;
-    case TaskKind::shared_d_input: f(Counter::shared_d_rows, t.tile); break;
+    case TaskKind::shared_d_input:
+      f(Counter::shared_d_rows, t.tile);
+      break;
     case TaskKind::announce_staged:
     case TaskKind::announce_returned:
     case TaskKind::reduce:
     case TaskKind::shared_weight_grad:
     case TaskKind::vector_grad:
-    case TaskKind::count: break;
+    case TaskKind::count:
+      break;
   }
 }
 
@@ -177,23 +199,30 @@ MOK_HD inline int32_t counter_size(const Geometry& g, Counter c) {
   switch (c) {
     case Counter::fetched:
     case Counter::hidden:
-    case Counter::d_hidden: return g.most_tiles();
-    case Counter::window_done: return g.most_windows();
+    case Counter::d_hidden:
+      return g.most_tiles();
+    case Counter::window_done:
+      return g.most_windows();
     case Counter::sigma:
     case Counter::shared_hidden:
     case Counter::shared_rows:
     case Counter::shared_d_hidden:
-    case Counter::shared_d_rows: return own > 0 ? own : 1;
+    case Counter::shared_d_rows:
+      return own > 0 ? own : 1;
     case Counter::segment_ready:
-    case Counter::segment_done: return g.most_segments();
+    case Counter::segment_done:
+      return g.most_segments();
     case Counter::arrived:
     case Counter::staged_flag:
-    case Counter::returned_flag: return g.ranks;
+    case Counter::returned_flag:
+      return g.ranks;
     case Counter::staged:
     case Counter::pushed:
     case Counter::sigma_all:
-    case Counter::shared_ready: return 1;
-    case Counter::count: break;
+    case Counter::shared_ready:
+      return 1;
+    case Counter::count:
+      break;
   }
   return 0;
 }
@@ -201,7 +230,8 @@ MOK_HD inline int32_t counter_size(const Geometry& g, Counter c) {
 // First entry of a counter in the array of local counters (flags: in the array of flags).
 MOK_HD inline int32_t counter_offset(const Geometry& g, Counter c) {
   int32_t offset = 0;
-  for (int i = is_flag(c) ? static_cast<int>(Counter::first_flag) : 0; i < static_cast<int>(c); ++i) {
+  for (int i = is_flag(c) ? static_cast<int>(Counter::first_flag) : 0; i < static_cast<int>(c);
+       ++i) {
     offset += counter_size(g, static_cast<Counter>(i));
   }
   return offset;

@@ -37,17 +37,17 @@ struct Geometry {
   int32_t experts = 0, topk = 0;
   int32_t hidden = 0, intermediate = 0, shared_intermediate = 0;
   bool shared_gate = false;
-  int32_t max_tokens = 0;            // T_max
-  int32_t tokens[kMaxRanks] = {};    // T of each rank in this call
+  int32_t max_tokens = 0;          // T_max
+  int32_t tokens[kMaxRanks] = {};  // T of each rank in this call
   Direction direction = Direction::forward;
-  Wanted wanted;                     // backward only
-  bool keep_shared = true;           // backward: the shared expert's rows were kept by forward
-  int32_t ring_tiles = 2;            // tiles of rows that may be in flight
-  int32_t minibatch_tiles = 32;      // divides the window
-  int64_t saved_rows = 0;            // backward: rows whose gate and up were kept by forward
-  int32_t stage_rows = 64;           // tokens of one stage task
-  int32_t fetch_rows = 8;            // first rows of one fetch task
-  int32_t reduce_tokens = 16;        // tokens of one reduce task
+  Wanted wanted;                 // backward only
+  bool keep_shared = true;       // backward: the shared expert's rows were kept by forward
+  int32_t ring_tiles = 2;        // tiles of rows that may be in flight
+  int32_t minibatch_tiles = 32;  // divides the window
+  int64_t saved_rows = 0;        // backward: rows whose gate and up were kept by forward
+  int32_t stage_rows = 64;       // tokens of one stage task
+  int32_t fetch_rows = 8;        // first rows of one fetch task
+  int32_t reduce_tokens = 16;    // tokens of one reduce task
 
   MOK_HD int experts_local() const { return experts / ranks; }
   MOK_HD int first_expert() const { return rank * experts_local(); }

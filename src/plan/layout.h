@@ -11,14 +11,14 @@ namespace mok::plan {
 
 enum class Buffer : int32_t {
   // symmetric: the same offset on every rank, all ranks read or write it
-  control,          // call header, abort word, tags: laid out by the executor
-  flags,            // [3][R] int64 number of the last call, by Counter >= first_flag, source rank
-  ids,              // [T_max, K] int32
-  topk_weights,     // [T_max, K] fp32 (fp64)
-  staged_x,         // [T_max, H]
-  staged_d_y,       // [T_max, H]
-  returned_rows,    // [T_max * K, H] rows of y or of d_x, by the owner's (token, k)
-  returned_grads,   // [T_max * K] gradients of router weights, fp32 (fp64)
+  control,         // call header, abort word, tags: laid out by the executor
+  flags,           // [3][R] int64 number of the last call, by Counter >= first_flag, source rank
+  ids,             // [T_max, K] int32
+  topk_weights,    // [T_max, K] fp32 (fp64)
+  staged_x,        // [T_max, H]
+  staged_d_y,      // [T_max, H]
+  returned_rows,   // [T_max * K, H] rows of y or of d_x, by the owner's (token, k)
+  returned_grads,  // [T_max * K] gradients of router weights, fp32 (fp64)
   // local
   counters,         // [local_counters] int32
   ring_x,           // [ring, H]

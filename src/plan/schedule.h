@@ -27,7 +27,7 @@ struct Segment {
   int32_t expert = 0;
   int32_t first_tile = 0;
   int32_t tiles = 0;
-  int32_t rows = 0;       // valid rows; they are contiguous from the first tile's first row
+  int32_t rows = 0;  // valid rows; they are contiguous from the first tile's first row
   int32_t window = 0;
   int32_t minibatch = 0;  // of the last tile: when the segment is complete
   int32_t previous = -1;  // segment of the same expert in the window before: hands on its sums
@@ -43,18 +43,18 @@ struct Schedule {
   int32_t minibatches = 0;  // at least 1
   int32_t windows = 0;      // at least 1
   int32_t segments = 0;
-  int32_t fetches = 0;      // rows that are pulled: each token once per rank and window
-  int32_t real_rows = 0;    // rows without padding
-  const int32_t* expert_begin = nullptr;   // [E_local + 1] first row of each expert
-  const int32_t* expert_rows = nullptr;    // [E_local] rows without padding
-  const int32_t* row_slot = nullptr;       // [tiles * kTileRows] slot, -1 on padding
-  const int32_t* slot_row = nullptr;       // [R * T_max * K] row on this rank, -1 = not here
-  const Tile* tile = nullptr;              // [tiles]
-  const Segment* segment = nullptr;        // [segments]
+  int32_t fetches = 0;    // rows that are pulled: each token once per rank and window
+  int32_t real_rows = 0;  // rows without padding
+  const int32_t* expert_begin = nullptr;     // [E_local + 1] first row of each expert
+  const int32_t* expert_rows = nullptr;      // [E_local] rows without padding
+  const int32_t* row_slot = nullptr;         // [tiles * kTileRows] slot, -1 on padding
+  const int32_t* slot_row = nullptr;         // [R * T_max * K] row on this rank, -1 = not here
+  const Tile* tile = nullptr;                // [tiles]
+  const Segment* segment = nullptr;          // [segments]
   const int32_t* segment_of_tile = nullptr;  // [tiles]
-  const int32_t* segment_begin = nullptr;  // [minibatches + 1] first segment of each minibatch
-  const int32_t* fetch_row = nullptr;      // [fetches] rows in fetch order
-  const int32_t* fetch_begin = nullptr;    // [minibatches + 1]
+  const int32_t* segment_begin = nullptr;    // [minibatches + 1] first segment of each minibatch
+  const int32_t* fetch_row = nullptr;        // [fetches] rows in fetch order
+  const int32_t* fetch_begin = nullptr;      // [minibatches + 1]
 };
 
 // Calls f(row, k) for each of the token's rows on this rank in `window`, in k order.

@@ -58,11 +58,11 @@ enum class WeightMatrix : int32_t { gate, up, down };
 struct Task {
   TaskKind kind = TaskKind::count;
   int32_t minibatch = 0;
-  int32_t tile = 0;    // tile of rows, own tile (shared expert), or segment (weight_grad)
-  int32_t column = 0;  // column tile
-  int32_t row_block = 0;                           // weight gradients: row tile of the matrix
-  WeightMatrix matrix = WeightMatrix::gate;        // weight gradients
-  int32_t begin = 0, end = 0;                      // stage, fetch, reduce
+  int32_t tile = 0;       // tile of rows, own tile (shared expert), or segment (weight_grad)
+  int32_t column = 0;     // column tile
+  int32_t row_block = 0;  // weight gradients: row tile of the matrix
+  WeightMatrix matrix = WeightMatrix::gate;  // weight gradients
+  int32_t begin = 0, end = 0;                // stage, fetch, reduce
 };
 static_assert(sizeof(Task) == 32);
 
@@ -158,36 +158,47 @@ MOK_HD inline GradTiles routed_grad_tiles(const Geometry& g) {
   return grad_tiles(g.hidden, g.intermediate, g.wanted.d_gate, g.wanted.d_up, g.wanted.d_down);
 }
 MOK_HD inline GradTiles shared_grad_tiles(const Geometry& g) {
-  return grad_tiles(g.hidden, g.shared_intermediate, g.wanted.d_shared_gate,
-                    g.wanted.d_shared_up, g.wanted.d_shared_down);
+  return grad_tiles(g.hidden, g.shared_intermediate, g.wanted.d_shared_gate, g.wanted.d_shared_up,
+                    g.wanted.d_shared_down);
 }
 
 MOK_HD inline int32_t phase_size(const Plan& p, TaskKind kind, int m) {
   const Geometry& g = p.g;
   switch (kind) {
-    case TaskKind::stage: return ceil_div(g.own_tokens(), g.stage_rows);
+    case TaskKind::stage:
+      return ceil_div(g.own_tokens(), g.stage_rows);
     case TaskKind::fetch:
       return ceil_div(p.s.fetch_begin[m + 1] - p.s.fetch_begin[m], g.fetch_rows);
-    case TaskKind::sigma: return g.own_tiles();
+    case TaskKind::sigma:
+      return g.own_tiles();
     case TaskKind::shared_gate_up:
-    case TaskKind::shared_d_hidden: return g.own_tiles() * g.columns_shared();
+    case TaskKind::shared_d_hidden:
+      return g.own_tiles() * g.columns_shared();
     case TaskKind::shared_down:
-    case TaskKind::shared_d_input: return g.own_tiles() * g.columns_hidden();
+    case TaskKind::shared_d_input:
+      return g.own_tiles() * g.columns_hidden();
     case TaskKind::gate_up:
-    case TaskKind::d_hidden: return minibatch_tiles(p, m) * g.columns_inter();
+    case TaskKind::d_hidden:
+      return minibatch_tiles(p, m) * g.columns_inter();
     case TaskKind::down:
-    case TaskKind::d_input: return minibatch_tiles(p, m) * g.columns_hidden();
-    case TaskKind::router_grad: return minibatch_tiles(p, m);
+    case TaskKind::d_input:
+      return minibatch_tiles(p, m) * g.columns_hidden();
+    case TaskKind::router_grad:
+      return minibatch_tiles(p, m);
     case TaskKind::weight_grad:
       return (p.s.segment_begin[m + 1] - p.s.segment_begin[m]) * routed_grad_tiles(g).total();
-    case TaskKind::shared_weight_grad: return shared_grad_tiles(g).total();
-    case TaskKind::vector_grad: return g.columns_hidden();
+    case TaskKind::shared_weight_grad:
+      return shared_grad_tiles(g).total();
+    case TaskKind::vector_grad:
+      return g.columns_hidden();
     case TaskKind::announce_staged:
-    case TaskKind::announce_returned: return 1;
+    case TaskKind::announce_returned:
+      return 1;
     // At least one: a rank without tokens also stays until every peer has returned.
     case TaskKind::reduce:
       return g.own_tokens() > 0 ? ceil_div(g.own_tokens(), g.reduce_tokens) : 1;
-    case TaskKind::count: break;
+    case TaskKind::count:
+      break;
   }
   return 0;
 }
@@ -273,9 +284,9 @@ MOK_HD inline int32_t tickets(const Plan& p, Queue queue) {
 // ---- ticket -> task -------------------------------------------------------------------------
 
 MOK_HD inline void decode_grad(const GradTiles& n, int hidden, int inter, int32_t i, Task* t) {
-  t->matrix = i < n.gate            ? WeightMatrix::gate
-              : i < n.gate + n.up   ? WeightMatrix::up
-                                    : WeightMatrix::down;
+  t->matrix = i < n.gate          ? WeightMatrix::gate
+              : i < n.gate + n.up ? WeightMatrix::up
+                                  : WeightMatrix::down;
   if (t->matrix == WeightMatrix::up) i -= n.gate;
   if (t->matrix == WeightMatrix::down) i -= n.gate + n.up;
   const int rows = t->matrix == WeightMatrix::down ? hidden : inter;
@@ -302,8 +313,8 @@ MOK_HD inline Task decode_in_phase(const Plan& p, const Phase& phase, int32_t i)
     }
     case TaskKind::reduce:
       t.begin = i * g.reduce_tokens;
-      t.end = t.begin + g.reduce_tokens < g.own_tokens() ? t.begin + g.reduce_tokens
-                                                         : g.own_tokens();
+      t.end =
+          t.begin + g.reduce_tokens < g.own_tokens() ? t.begin + g.reduce_tokens : g.own_tokens();
       break;
     case TaskKind::gate_up:
     case TaskKind::d_hidden:
@@ -320,7 +331,9 @@ MOK_HD inline Task decode_in_phase(const Plan& p, const Phase& phase, int32_t i)
       t.tile = tile.slice_begin + in_slice % tile.slice_tiles;
       break;
     }
-    case TaskKind::router_grad: t.tile = minibatch_begin(p, phase.minibatch) + i; break;
+    case TaskKind::router_grad:
+      t.tile = minibatch_begin(p, phase.minibatch) + i;
+      break;
     case TaskKind::weight_grad: {
       const GradTiles n = routed_grad_tiles(g);
       t.tile = p.s.segment_begin[phase.minibatch] + i / n.total();
@@ -337,11 +350,16 @@ MOK_HD inline Task decode_in_phase(const Plan& p, const Phase& phase, int32_t i)
       t.column = i / g.own_tiles();
       t.tile = i % g.own_tiles();
       break;
-    case TaskKind::sigma: t.tile = i; break;
-    case TaskKind::vector_grad: t.column = i; break;
+    case TaskKind::sigma:
+      t.tile = i;
+      break;
+    case TaskKind::vector_grad:
+      t.column = i;
+      break;
     case TaskKind::announce_staged:
     case TaskKind::announce_returned:
-    case TaskKind::count: break;
+    case TaskKind::count:
+      break;
   }
   return t;
 }
