@@ -130,15 +130,12 @@ MOK_HD void for_each_signal(const Plan& p, const Task& t, F&& f) {
     case TaskKind::stage:
       f(Counter::staged, 0);
       break;
-    case TaskKind::fetch: {
-      const int window = t.minibatch / window_minibatches(p);
+    case TaskKind::fetch:
       for (int32_t i = t.begin; i < t.end; ++i) {
-        const int32_t slot = p.s.row_slot[p.s.fetch_row[i]];
-        for_each_row_of_token(g, p.s, g.slot_rank(slot), g.slot_token(slot), window,
-                              [&](int32_t row, int) { f(Counter::fetched, row / kTileRows); });
+        for_each_stored_row(g, p.s, p.s.fetch_row[i],
+                            [&](int32_t row) { f(Counter::fetched, row / kTileRows); });
       }
       break;
-    }
     case TaskKind::sigma:
       f(Counter::sigma, t.tile);
       f(Counter::sigma_all, 0);

@@ -82,7 +82,6 @@ class Accesses {
 
 void Accesses::fetch(const Task& t) {
   const bool backward = g().direction == Direction::backward;
-  const int window = t.minibatch / window_minibatches(p_);
   for (int32_t i = t.begin; i < t.end; ++i) {
     const int32_t slot = p_.s.row_slot[p_.s.fetch_row[i]];
     const int src = g().slot_rank(slot);
@@ -91,7 +90,7 @@ void Accesses::fetch(const Task& t) {
       read(Buffer::staged_x, token, 0, token, src);
       if (backward) read(Buffer::staged_d_y, token, 0, token, src);
     }
-    for_each_row_of_token(g(), p_.s, src, token, window, [&](int32_t row, int) {
+    for_each_stored_row(g(), p_.s, p_.s.fetch_row[i], [&](int32_t row) {
       write(Buffer::ring_x, ring_row(p_, row), 0, row);
       if (backward) write(Buffer::ring_d_y, ring_row(p_, row), 0, row);
     });

@@ -7,10 +7,9 @@ namespace mok::plan {
 Schedule HostSchedule::view() const {
   Schedule s;
   s.tiles = static_cast<int32_t>(tile.size());
-  s.minibatches = static_cast<int32_t>(fetch_begin.size()) - 1;
+  s.minibatches = static_cast<int32_t>(fetch_count.size());
   s.windows = windows;
   s.segments = static_cast<int32_t>(segment.size());
-  s.fetches = static_cast<int32_t>(fetch_row.size());
   s.real_rows = real_rows;
   s.expert_begin = expert_begin.data();
   s.expert_rows = expert_rows.data();
@@ -21,7 +20,7 @@ Schedule HostSchedule::view() const {
   s.segment_of_tile = segment_of_tile.data();
   s.segment_begin = segment_begin.data();
   s.fetch_row = fetch_row.data();
-  s.fetch_begin = fetch_begin.data();
+  s.fetch_count = fetch_count.data();
   return s;
 }
 
@@ -118,27 +117,26 @@ void cut_segments(const Geometry& g, int minibatches, HostSchedule& out) {
 }
 
 void order_fetches(const Geometry& g, int minibatches, HostSchedule& out) {
-  out.fetch_begin.assign(minibatches + 1, 0);
+  out.fetch_count.assign(minibatches, 0);
+  out.fetch_row.assign(out.row_slot.size(), -1);
   const Schedule s = out.view();
   const int32_t minibatch_rows = g.minibatch_tiles * kTileRows;
-  std::vector<int32_t> first_rows;
+  std::vector<int32_t> fetched;
   for (int m = 0; m < minibatches; ++m) {
     const int32_t begin = m * minibatch_rows;
     const int32_t end = std::min(begin + minibatch_rows, s.tiles * kTileRows);
     int32_t count[kMaxRanks] = {};
-    first_rows.clear();
+    fetched.clear();
     for (int32_t row = begin; row < end; ++row) {
-      if (!is_first_row(g, s, row)) continue;
-      first_rows.push_back(row);
+      if (!is_fetched(g, s, row)) continue;
+      fetched.push_back(row);
       ++count[g.slot_rank(out.row_slot[row])];
     }
-    const int32_t base = out.fetch_begin[m];
-    out.fetch_begin[m + 1] = base + static_cast<int32_t>(first_rows.size());
-    out.fetch_row.resize(out.fetch_begin[m + 1]);
+    out.fetch_count[m] = static_cast<int32_t>(fetched.size());
     int32_t seen[kMaxRanks] = {};
-    for (const int32_t row : first_rows) {
+    for (const int32_t row : fetched) {
       const int src = g.slot_rank(out.row_slot[row]);
-      out.fetch_row[base + fetch_position(g, count, src, seen[src]++)] = row;
+      out.fetch_row[begin + fetch_position(g, count, src, seen[src]++)] = row;
     }
   }
 }

@@ -43,8 +43,7 @@ struct Schedule {
   int32_t minibatches = 0;  // at least 1
   int32_t windows = 0;      // at least 1
   int32_t segments = 0;
-  int32_t fetches = 0;    // rows that are pulled: each token once per rank and window
-  int32_t real_rows = 0;  // rows without padding
+  int32_t real_rows = 0;                     // rows without padding
   const int32_t* expert_begin = nullptr;     // [E_local + 1] first row of each expert
   const int32_t* expert_rows = nullptr;      // [E_local] rows without padding
   const int32_t* row_slot = nullptr;         // [tiles * kTileRows] slot, -1 on padding
@@ -53,14 +52,15 @@ struct Schedule {
   const Segment* segment = nullptr;          // [segments]
   const int32_t* segment_of_tile = nullptr;  // [tiles]
   const int32_t* segment_begin = nullptr;    // [minibatches + 1] first segment of each minibatch
-  const int32_t* fetch_row = nullptr;        // [fetches] rows in fetch order
-  const int32_t* fetch_begin = nullptr;      // [minibatches + 1]
+  // Minibatch m's fetch list is fetch_row[m * minibatch rows + 0 .. fetch_count[m]).
+  const int32_t* fetch_row = nullptr;    // [tiles * kTileRows]
+  const int32_t* fetch_count = nullptr;  // [minibatches]
 };
 
-// Calls f(row, k) for each of the token's rows on this rank in `window`, in k order.
+// Calls f(row, k) for each of a token's rows on this rank in `window`, in k order.
 template <class F>
-MOK_HD void for_each_row_of_token(const Geometry& g, const Schedule& s, int src, int token,
-                                  int window, F&& f) {
+MOK_HD void for_each_token_row(const Geometry& g, const Schedule& s, int src, int token, int window,
+                               F&& f) {
   const int32_t window_rows = g.window_tiles(s.tiles) * kTileRows;
   for (int k = 0; k < g.topk; ++k) {
     const int32_t row = s.slot_row[g.slot(src, token, k)];
@@ -68,19 +68,36 @@ MOK_HD void for_each_row_of_token(const Geometry& g, const Schedule& s, int src,
   }
 }
 
-// A row pulls its token when no other row of the token in the same window stands before it.
-MOK_HD inline bool is_first_row(const Geometry& g, const Schedule& s, int32_t row) {
+// Whether the row is in the fetch list. A peer's token crosses the link once per window, for the
+// first of its rows; rows of own tokens are copied one by one, so that the first tiles need not
+// wait for rows of later ones.
+MOK_HD inline bool is_fetched(const Geometry& g, const Schedule& s, int32_t row) {
   const int32_t slot = s.row_slot[row];
   if (slot < 0) return false;
+  const int src = g.slot_rank(slot);
+  if (src == g.rank) return true;
   const int window = row / (g.window_tiles(s.tiles) * kTileRows);
   bool first = true;
-  for_each_row_of_token(g, s, g.slot_rank(slot), g.slot_token(slot), window,
-                        [&](int32_t other, int) { first = first && other >= row; });
+  for_each_token_row(g, s, src, g.slot_token(slot), window,
+                     [&](int32_t other, int) { first = first && other >= row; });
   return first;
 }
 
-// Position, inside a minibatch, of the i-th first row whose source is `src`: sources take turns,
-// each rank beginning with itself. `count[r]` = first rows of the minibatch with source r.
+// Calls f(row) for each row that is stored when `fetched` (an entry of the fetch list) is pulled.
+template <class F>
+MOK_HD void for_each_stored_row(const Geometry& g, const Schedule& s, int32_t fetched, F&& f) {
+  const int32_t slot = s.row_slot[fetched];
+  const int src = g.slot_rank(slot);
+  if (src == g.rank) {
+    f(fetched);
+    return;
+  }
+  const int window = fetched / (g.window_tiles(s.tiles) * kTileRows);
+  for_each_token_row(g, s, src, g.slot_token(slot), window, [&](int32_t row, int) { f(row); });
+}
+
+// Position, inside a minibatch, of the i-th fetched row whose source is `src`: sources take turns,
+// each rank beginning with itself. `count[r]` = fetched rows of the minibatch with source r.
 MOK_HD inline int32_t fetch_position(const Geometry& g, const int32_t* count, int src, int32_t i) {
   int32_t position = 0;
   const int turn = (src - g.rank + g.ranks) % g.ranks;
@@ -96,7 +113,7 @@ struct HostSchedule {
   Schedule view() const;
 
   std::vector<int32_t> expert_begin, expert_rows, row_slot, slot_row, segment_of_tile,
-      segment_begin, fetch_row, fetch_begin;
+      segment_begin, fetch_row, fetch_count;
   std::vector<Tile> tile;
   std::vector<Segment> segment;
   int32_t windows = 1;

@@ -168,7 +168,7 @@ MOK_HD inline int32_t phase_size(const Plan& p, TaskKind kind, int m) {
     case TaskKind::stage:
       return ceil_div(g.own_tokens(), g.stage_rows);
     case TaskKind::fetch:
-      return ceil_div(p.s.fetch_begin[m + 1] - p.s.fetch_begin[m], g.fetch_rows);
+      return ceil_div(p.s.fetch_count[m], g.fetch_rows);
     case TaskKind::sigma:
       return g.own_tiles();
     case TaskKind::shared_gate_up:
@@ -306,8 +306,9 @@ MOK_HD inline Task decode_in_phase(const Plan& p, const Phase& phase, int32_t i)
       t.end = t.begin + g.stage_rows < g.own_tokens() ? t.begin + g.stage_rows : g.own_tokens();
       break;
     case TaskKind::fetch: {
-      const int32_t end = p.s.fetch_begin[phase.minibatch + 1];
-      t.begin = p.s.fetch_begin[phase.minibatch] + i * g.fetch_rows;
+      const int32_t first = minibatch_begin(p, phase.minibatch) * kTileRows;
+      const int32_t end = first + p.s.fetch_count[phase.minibatch];
+      t.begin = first + i * g.fetch_rows;
       t.end = t.begin + g.fetch_rows < end ? t.begin + g.fetch_rows : end;
       break;
     }

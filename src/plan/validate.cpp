@@ -232,6 +232,39 @@ class Checker {
 
 }  // namespace
 
+std::vector<std::string> validate_schedule(const HostPlan& host, const int32_t* const* ids) {
+  const Geometry& g = host.plan.g;
+  const HostSchedule& s = host.schedule;
+  std::vector<std::string> errors;
+  const auto check = [&](bool holds, const std::string& what, int64_t where) {
+    if (!holds && errors.size() < 20) errors.push_back(what + " " + std::to_string(where));
+  };
+  int64_t rows = 0;
+  for (int e = 0; e < g.experts_local(); ++e) {
+    int32_t previous = -1;
+    for (int32_t row = s.expert_begin[e]; row < s.expert_begin[e + 1]; ++row) {
+      const int32_t slot = s.row_slot[row];
+      check((slot >= 0) == (row < s.expert_begin[e] + s.expert_rows[e]), "padding: row", row);
+      if (slot < 0) continue;
+      ++rows;
+      const int32_t id = ids[g.slot_rank(slot)][g.owner_index(slot)];
+      check(id == g.first_expert() + e, "row of another expert: row", row);
+      check(slot > previous, "rows out of token order: row", row);
+      check(s.slot_row[slot] == row, "inverse table: slot", slot);
+      previous = slot;
+    }
+  }
+  int64_t routed = 0;
+  for (int r = 0; r < g.ranks; ++r) {
+    for (int64_t i = 0; i < int64_t{g.tokens[r]} * g.topk; ++i) {
+      const int32_t local = ids[r][i] - g.first_expert();
+      routed += local >= 0 && local < g.experts_local();
+    }
+  }
+  check(rows == routed, "rows in all", rows);
+  return errors;
+}
+
 std::vector<std::string> validate(const Program& program, int limit) {
   return Checker(program, limit).run();
 }

@@ -73,6 +73,10 @@ Program make_program(const Calls& calls);
 // Empty when everything holds; else one line per violation (at most `limit`).
 std::vector<std::string> validate(const Program& program, int limit = 20);
 
+// The tables of one rank against its ids: every slot of a local expert has one row, in its expert,
+// in ascending slot order from a tile boundary, known to the inverse table. Empty when so.
+std::vector<std::string> validate_schedule(const HostPlan& plan, const int32_t* const* ids);
+
 // The plans of one call: `base` gives everything but rank; ids as for build_schedule.
 std::vector<std::unique_ptr<HostPlan>> make_plans(const Geometry& base, const int32_t* const* ids);
 

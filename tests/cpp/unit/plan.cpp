@@ -91,6 +91,9 @@ TEST(Plan, every_random_program_is_valid) {
       new_call(rng, g);
       const Routing routing = random_routing(rng, g);
       calls.push_back(make_plans(g, routing.pointers().data()));
+      for (const auto& plan : calls.back()) {
+        ASSERT_EQ(join(validate_schedule(*plan, routing.pointers().data())), "");
+      }
     }
     const auto errors = validate(make_program(calls));
     ASSERT_TRUE(errors.empty()) << join(errors);
@@ -135,16 +138,24 @@ TEST(Plan, rows_stand_in_global_token_order_whatever_the_split) {
           }
         }
       }
-      // Each token crosses once per window: fetched rows are the first ones, each once.
-      std::set<int32_t> fetched(s.fetch_row.begin(), s.fetch_row.end());
-      ASSERT_EQ(fetched.size(), s.fetch_row.size());
+      // A peer's token crosses once per window, for its first row; own rows are copied each.
+      std::set<int32_t> fetched;
+      for (size_t m = 0; m < s.fetch_count.size(); ++m) {
+        const auto begin = s.fetch_row.begin() + m * g.minibatch_tiles * kTileRows;
+        for (auto row = begin; row != begin + s.fetch_count[m]; ++row) {
+          ASSERT_TRUE(fetched.insert(*row).second);
+          ASSERT_EQ(*row / (g.minibatch_tiles * kTileRows), static_cast<int>(m));
+        }
+      }
       std::set<std::pair<int, int>> pulls;
       const int window_rows = g.window_tiles(static_cast<int>(s.tile.size())) * kTileRows;
       for (size_t row = 0; row < s.row_slot.size(); ++row) {
         if (s.row_slot[row] < 0) continue;
         const int window = static_cast<int>(row) / window_rows;
         const bool first_of_token = pulls.insert({window, s.row_slot[row] / g.topk}).second;
-        ASSERT_EQ(fetched.count(static_cast<int32_t>(row)) == 1, first_of_token) << "row " << row;
+        const bool own = g.slot_rank(s.row_slot[row]) == host->plan.g.rank;
+        ASSERT_EQ(fetched.count(static_cast<int32_t>(row)) == 1, own || first_of_token)
+            << "row " << row;
       }
     }
     for (int r = 0; r < g.ranks; ++r) {
@@ -174,8 +185,9 @@ TEST(Plan, fetches_take_the_sources_in_turn) {
   routing.ids[0].assign(8, -1);
   const HostPlan plan(g, routing.pointers().data());
   std::vector<int> sources;
-  for (const int32_t row : plan.schedule.fetch_row) {
-    sources.push_back(g.slot_rank(plan.schedule.row_slot[row]));
+  ASSERT_EQ(plan.schedule.fetch_count, std::vector<int32_t>{24});
+  for (int i = 0; i < 24; ++i) {
+    sources.push_back(g.slot_rank(plan.schedule.row_slot[plan.schedule.fetch_row[i]]));
   }
   std::vector<int> expected;
   for (int i = 0; i < 8; ++i) expected.insert(expected.end(), {2, 3, 1});
@@ -230,6 +242,7 @@ class PlantedFault : public ::testing::Test {
         for (auto& id : ids) id = uniform(rng, -1, 3);
       }
       calls_.push_back(make_plans(g, routing.pointers().data()));
+      if (routing_.ids.empty()) routing_ = routing;
     }
     program_ = make_program(calls_);
     ASSERT_EQ(join(validate(program_)), "");
@@ -249,6 +262,7 @@ class PlantedFault : public ::testing::Test {
   }
 
   Calls calls_;
+  Routing routing_;  // of the first call
   Program program_;
 };
 
@@ -314,7 +328,7 @@ TEST_F(PlantedFault, swapped_rows) {
   auto& slots = plan.schedule.row_slot;
   // Two rows of different experts change places, the inverse table does not.
   std::swap(slots.front(), slots[plan.schedule.expert_begin[1]]);
-  EXPECT_NE(join(validate(make_program(calls_))), "");
+  EXPECT_NE(join(validate_schedule(plan, routing_.pointers().data())), "");
 }
 
 TEST_F(PlantedFault, ring_released_too_early) {
