@@ -1,0 +1,47 @@
+// Host: tensor maps of the tile core, without linking libcuda.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace mok::cuda {
+
+// nullptr if the driver lacks it.
+inline auto tensor_map_encoder() {
+  static const auto encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    const bool good = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
+    return good ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry) : nullptr;
+  }();
+  return encode;
+}
+
+// bf16, 128-byte swizzle, boxes of 64 columns (128 bytes) x box_rows; out of bounds reads as zero.
+// rank 2: [rows, columns]; rank 3: [experts, rows, columns]. Strides in elements, multiples of 8.
+struct BoxedTensor {
+  const void* data = nullptr;
+  int rank = 2;
+  int64_t columns = 0, rows = 0, experts = 1;
+  int64_t row_stride = 0, expert_stride = 0;
+  int box_rows = 64;
+};
+
+inline bool encode_tensor_map(CUtensorMap* map, const BoxedTensor& t) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return false;
+  const cuuint64_t size[3] = {cuuint64_t(t.columns), cuuint64_t(t.rows), cuuint64_t(t.experts)};
+  const cuuint64_t stride[2] = {cuuint64_t(t.row_stride) * 2, cuuint64_t(t.expert_stride) * 2};
+  const cuuint32_t box[3] = {64, cuuint32_t(t.box_rows), 1};
+  const cuuint32_t element_stride[3] = {1, 1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.rank, const_cast<void*>(t.data), size,
+                stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace mok::cuda
