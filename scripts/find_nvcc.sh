@@ -26,6 +26,8 @@ echo "find_nvcc: installing CUDA's compiler into .cuda" >&2
 "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade \
   --target "$root/.cuda" 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*' \
   'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*' >&2 || exit 1
+# The names by which a toolkit is searched.
 ln -sfn lib "$toolkit/lib64"
+ln -sfn libcudart.so.13 "$toolkit/lib/libcudart.so"
 recent "$toolkit/bin/nvcc" || exit 1
 echo "$toolkit/bin/nvcc"
