@@ -24,7 +24,11 @@ find_package(Threads REQUIRED)
 target_link_libraries(mok_options INTERFACE Threads::Threads)
 
 # 1 in a sanitizer build, where tests had better draw fewer problems.
-target_compile_definitions(mok_options INTERFACE MOK_SANITIZED=$<BOOL:${MOK_SANITIZE}>)
+set(_sanitized 0)
+if(MOK_SANITIZE)
+  set(_sanitized 1)
+endif()
+target_compile_definitions(mok_options INTERFACE MOK_SANITIZED=${_sanitized})
 if(MOK_SANITIZE)
   set(_sanitize -fsanitize=${MOK_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
   target_compile_options(mok_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${_sanitize}>)
