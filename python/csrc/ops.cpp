@@ -1,0 +1,337 @@
+// The PyTorch operators, in LibTorch's stable ABI. python/mok/ops.py holds the fake kernels, which
+// repeat the shapes of the outputs, and python/mok/autograd.py the autograd formula.
+// An output that is not wanted has shape [0].
+#include <torch/csrc/stable/library.h>
+
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "handles.h"
+#include "tensors.h"
+
+namespace mok::torch_ops {
+namespace {
+
+// ---- errors ----------------------------------------------------------------------------------
+
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
+// PyTorch's binding turns std::invalid_argument into ValueError, std::bad_alloc into MemoryError
+// and other exceptions into RuntimeError.
+[[noreturn]] void rethrow(const Error& e) {
+  const std::string message = std::string("mok [") + to_string(e.code()) + "]: " + e.what();
+  switch (e.code()) {
+    case ErrorCode::bad_argument:
+    case ErrorCode::bad_type:
+    case ErrorCode::bad_routing:
+    case ErrorCode::disagreement:
+      throw std::invalid_argument(message);
+    case ErrorCode::out_of_memory:
+      throw OutOfMemory(message);
+    default:
+      throw std::runtime_error(message);
+  }
+}
+
+// Runs body(entry, reached_core). An error before the core was reached is posted to the peers,
+// which wait for this rank already; later ones the core posts itself.
+template <class Body>
+auto run(int64_t handle, const Body& body) {
+  std::shared_ptr<WorkspaceEntry> entry;
+  bool reached_core = false;
+  try {
+    entry = find_workspace(handle);
+    return body(*entry, reached_core);
+  } catch (const Error& e) {
+    if (entry && !reached_core) entry->abort_call();
+    rethrow(e);
+  }
+}
+
+// ---- the routing's hash ----------------------------------------------------------------------
+
+template <class Id>
+int64_t hash_ids(const void* ids, int64_t count) {
+  uint64_t h = static_cast<uint64_t>(count);
+  for (int64_t i = 0; i < count; ++i) {  // splitmix64's step (Steele, Lea and Flood, 2014)
+    h += static_cast<uint64_t>(int64_t{static_cast<const Id*>(ids)[i]}) + 0x9e3779b97f4a7c15u;
+    h = (h ^ (h >> 30)) * 0xbf58476d1ce4e5b9u;
+    h = (h ^ (h >> 27)) * 0x94d049bb133111ebu;
+    h ^= h >> 31;
+  }
+  return static_cast<int64_t>(h);
+}
+
+int64_t hash_ids(const void* ids, IdType type, int64_t count) {
+  return type == IdType::int64 ? hash_ids<int64_t>(ids, count) : hash_ids<int32_t>(ids, count);
+}
+
+// ---- forward ---------------------------------------------------------------------------------
+
+constexpr const char* kForwardSchema =
+    "forward(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, Tensor? w_up, "
+    "Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, Tensor? w_shared_down, "
+    "Tensor? shared_gate_vector, "
+    // Not read: the autograd formula carries them to backward_accumulate.
+    "Tensor? main_gate, Tensor? main_up, Tensor? main_down, Tensor? main_shared_gate, "
+    "Tensor? main_shared_up, Tensor? main_shared_down, Tensor? main_shared_gate_vector, "
+    "int workspace, int saved_rows, int layout) -> (Tensor y, Tensor routing_hash, "
+    "Tensor saved_gate, Tensor saved_up, Tensor saved_shared_gate, Tensor saved_shared_up, "
+    "Tensor saved_shared_out)";
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+    Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, OptionalTensor up, Tensor down,
+    OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
+    OptionalTensor gate_vector, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+    OptionalTensor, OptionalTensor, OptionalTensor, int64_t workspace, int64_t saved_rows,
+    int64_t layout) {
+  return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
+    const Sizes s(entry);
+    const Weights weights{gate, up, down, shared_gate, shared_up, shared_down, gate_vector};
+    Arguments views;
+    ForwardArgs args;
+    args.tokens = check_tokens(x, topk_ids, topk_weights, s);
+    check_weights(weights, layout, s);
+    if (saved_rows < 0) refuse(ErrorCode::bad_argument, "saved_rows: negative");
+    args.x = views.matrix(x);
+    args.topk_ids = views.contiguous(topk_ids);
+    args.id_type = id_type(topk_ids);
+    args.topk_weights = views.contiguous(topk_weights);
+    args.weights = views.weights(weights, layout, s);
+
+    const int64_t kept = saved_rows > 0 ? args.tokens : 0;
+    Tensor y = empty(x, {args.tokens, s.hidden}, s.type);
+    Tensor hash = empty(x, {1}, ScalarType::Long);
+    Tensor saved_gate = empty(x, {saved_rows, s.intermediate}, s.type);
+    Tensor saved_up = empty(x, {saved_rows, s.intermediate}, s.type);
+    Tensor saved_shared_gate = empty(x, {kept, s.shared}, s.type);
+    Tensor saved_shared_up = empty(x, {kept, s.shared}, s.type);
+    Tensor saved_shared_out = empty(x, {s.shared_gate ? kept : 0, s.hidden}, s.type);
+    *static_cast<int64_t*>(hash.mutable_data_ptr()) =
+        hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk);
+    if (saved_rows > 0) {
+      args.saved = {data(saved_gate), data(saved_up), data(saved_shared_gate),
+                    data(saved_shared_up), data(saved_shared_out)};
+    }
+    args.y = {data(y), s.hidden};
+
+    const std::lock_guard lock(entry.mutex);
+    Workspace& core = *entry.workspace;
+    if (saved_rows > 0 && saved_rows != core.options().saved_rows) {
+      refuse(ErrorCode::bad_argument, "saved_rows: " + std::to_string(saved_rows) +
+                                          ", but the workspace keeps " +
+                                          std::to_string(core.options().saved_rows) + "");
+    }
+    reached_core = true;
+    core.forward(args);
+    return std::tuple(y, hash, saved_gate, saved_up, saved_shared_gate, saved_shared_up,
+                      saved_shared_out);
+  });
+}
+
+// ---- backward --------------------------------------------------------------------------------
+
+// Bits of `needs`: d_x, d_topk_weights, then the weights in the order of enum Weight.
+constexpr int64_t kNeedX = 1, kNeedTopkWeights = 2;
+constexpr int kFirstWeightBit = 2;
+
+using Gradients =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+std::string backward_schema(const std::string& name, const std::string& more_arguments) {
+  return name +
+         "(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, "
+         "Tensor? w_up, Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, "
+         "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor routing_hash, "
+         "Tensor saved_gate, Tensor saved_up, Tensor saved_shared_gate, Tensor saved_shared_up, "
+         "Tensor saved_shared_out, int workspace, int layout, int needs" +
+         more_arguments +
+         ") -> (Tensor d_x, Tensor d_topk_weights, Tensor d_gate, Tensor d_up, Tensor d_down, "
+         "Tensor d_shared_gate, Tensor d_shared_up, Tensor d_shared_down, "
+         "Tensor d_shared_gate_vector)";
+}
+
+// Of backward_accumulate: the gradient of a weight with a main_grad is added there, and the output
+// has shape [0].
+constexpr const char* kMainGrads =
+    ", Tensor(a!)? main_gate, Tensor(b!)? main_up, Tensor(c!)? main_down, "
+    "Tensor(d!)? main_shared_gate, Tensor(e!)? main_shared_up, Tensor(f!)? main_shared_down, "
+    "Tensor(g!)? main_shared_gate_vector";
+
+void check_main_grad(const std::string& name, const Tensor& main_grad, const Tensor& weight,
+                     const Sizes& s) {
+  const auto want = weight.sizes(), have = main_grad.sizes();
+  bool same =
+      main_grad.is_cpu() && main_grad.scalar_type() == s.sum_type && want.size() == have.size();
+  for (size_t i = 0; same && i < want.size(); ++i) same = want[i] == have[i];
+  const int64_t last = main_grad.dim() - 1;
+  if (!same || (main_grad.size(last) > 1 && main_grad.stride(last) != 1)) {
+    refuse(ErrorCode::bad_argument, name +
+                                        ": main_grad must be a CPU tensor of the weight's shape "
+                                        "with contiguous rows, and of dtype " +
+                                        torch::headeronly::toString(s.sum_type));
+  }
+}
+
+// Where the weights' gradients go: into new tensors, or into main_grads, or nowhere.
+struct WeightGradients {
+  std::array<Tensor, kWeights> out;
+  std::array<GradMode, kWeights> mode{};
+  std::array<const Tensor*, kWeights> target{};
+
+  WeightGradients(const Weights& weights, const Weights& main_grads, int64_t needs, const Sizes& s,
+                  const Tensor& like) {
+    for (int i = 0; i < kWeights; ++i) {
+      const bool wanted = weights[i].has_value() && ((needs >> (kFirstWeightBit + i)) & 1) != 0;
+      if (wanted && main_grads[i]) {
+        check_main_grad(kWeightNames[i], *main_grads[i], *weights[i], s);
+        mode[i] = GradMode::accumulate;
+        target[i] = &*main_grads[i];
+      } else if (wanted) {
+        out[i] = torch::stable::new_empty(*weights[i], weights[i]->sizes());
+        mode[i] = GradMode::storage;
+        target[i] = &out[i];
+        continue;
+      }
+      out[i] = empty(like, {0}, s.type);
+    }
+  }
+  WeightGradients(const WeightGradients&) = delete;  // `target` points into `out`
+  WeightGradients& operator=(const WeightGradients&) = delete;
+
+  StackGrad stack(Weight i) const {
+    if (mode[i] == GradMode::none) return {};
+    return {{data(*target[i]), target[i]->stride(0), target[i]->stride(1)}, mode[i]};
+  }
+  MatrixGrad matrix(Weight i) const {
+    if (mode[i] == GradMode::none) return {};
+    return {{data(*target[i]), target[i]->stride(0)}, mode[i]};
+  }
+};
+
+Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tensor& x,
+                        const Tensor& topk_ids, const Tensor& topk_weights, const Weights& weights,
+                        const Tensor& hash, const std::array<Tensor, 5>& saved, int64_t workspace,
+                        int64_t layout, int64_t needs) {
+  return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
+    const Sizes s(entry);
+    Arguments views;
+    BackwardArgs args;
+    args.tokens = check_tokens(x, topk_ids, topk_weights, s);
+    check_weights(weights, layout, s);
+    check("d_y", d_y, {args.tokens, s.hidden}, s.type);
+    check("routing_hash", hash, {1}, ScalarType::Long);
+    args.x = views.matrix(x);
+    args.d_y = views.matrix(d_y);
+    args.topk_ids = views.contiguous(topk_ids);
+    args.id_type = id_type(topk_ids);
+    args.topk_weights = views.contiguous(topk_weights);
+    args.weights = views.weights(weights, layout, s);
+    if (hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk) !=
+        *static_cast<const int64_t*>(hash.const_data_ptr())) {
+      refuse(ErrorCode::bad_routing,
+             "topk_ids: not those of the forward pass. Under activation checkpointing the routing "
+             "was computed again and came out differently; mok.checkpoint_policy() keeps it");
+    }
+
+    const bool want_x = (needs & kNeedX) != 0, want_weights = (needs & kNeedTopkWeights) != 0;
+    Tensor d_x = want_x ? empty(x, {args.tokens, s.hidden}, s.type) : empty(x, {0}, s.type);
+    Tensor d_topk_weights =
+        want_weights ? empty(x, {args.tokens, s.topk}, s.sum_type) : empty(x, {0}, s.sum_type);
+    if (want_x) args.d_x = {data(d_x), s.hidden};
+    if (want_weights) args.d_topk_weights = data(d_topk_weights);
+    const WeightGradients grads(weights, main_grads, needs, s, x);
+    args.d_gate = grads.stack(w_gate);
+    if (layout == split) {
+      args.d_up = grads.stack(w_up);
+    } else if (args.d_gate.mode != GradMode::none) {
+      args.d_up.mode = args.d_gate.mode;
+      const int64_t element = args.d_gate.mode == GradMode::accumulate ? weight_size(s.precision)
+                                                                       : element_size(s.precision);
+      take_apart(args.d_gate.target, layout, s, element, args.d_gate.target, args.d_up.target);
+    }
+    args.d_down = grads.stack(w_down);
+    args.d_shared_gate_proj = grads.matrix(w_shared_gate);
+    args.d_shared_up_proj = grads.matrix(w_shared_up);
+    args.d_shared_down_proj = grads.matrix(w_shared_down);
+    args.d_shared_gate_vector = grads.matrix(shared_gate_vector);
+
+    const std::lock_guard lock(entry.mutex);
+    Workspace& core = *entry.workspace;
+    const int64_t rows = saved[0].size(0);
+    for (const Tensor& t : {saved[0], saved[1]})
+      check("saved rows", t, {rows, s.intermediate}, s.type);
+    if (rows > 0) {
+      if (rows != core.options().saved_rows) {
+        refuse(ErrorCode::bad_argument, "saved_gate: " + std::to_string(rows) +
+                                            " rows, but the workspace keeps " +
+                                            std::to_string(core.options().saved_rows) + "");
+      }
+      check("saved_shared_gate", saved[2], {args.tokens, s.shared}, s.type);
+      check("saved_shared_up", saved[3], {args.tokens, s.shared}, s.type);
+      check("saved_shared_out", saved[4], {s.shared_gate ? args.tokens : 0, s.hidden}, s.type);
+      args.saved = {data(saved[0]), data(saved[1]), data(saved[2]), data(saved[3]), data(saved[4])};
+    }
+    reached_core = true;
+    core.backward(args);
+    return Gradients{d_x,          d_topk_weights, grads.out[0], grads.out[1], grads.out[2],
+                     grads.out[3], grads.out[4],   grads.out[5], grads.out[6]};
+  });
+}
+
+Gradients backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
+                   OptionalTensor up, Tensor down, OptionalTensor shared_gate,
+                   OptionalTensor shared_up, OptionalTensor shared_down, OptionalTensor gate_vector,
+                   Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
+                   Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out,
+                   int64_t workspace, int64_t layout, int64_t needs) {
+  return differentiate({}, d_y, x, topk_ids, topk_weights,
+                       {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
+                       routing_hash,
+                       {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out},
+                       workspace, layout, needs);
+}
+
+Gradients backward_accumulate(
+    Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, OptionalTensor up,
+    Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
+    OptionalTensor gate_vector, Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
+    Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out, int64_t workspace,
+    int64_t layout, int64_t needs, OptionalTensor main_gate, OptionalTensor main_up,
+    OptionalTensor main_down, OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
+    OptionalTensor main_shared_down, OptionalTensor main_gate_vector) {
+  return differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
+                        main_shared_down, main_gate_vector},
+                       d_y, x, topk_ids, topk_weights,
+                       {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
+                       routing_hash,
+                       {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out},
+                       workspace, layout, needs);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(mok, m) {
+  m.def(kForwardSchema);
+  m.def(backward_schema("backward", "").c_str());
+  m.def(backward_schema("backward_accumulate", kMainGrads).c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("backward_accumulate", TORCH_BOX(&backward_accumulate));
+}
+
+}  // namespace mok::torch_ops

@@ -1,0 +1,320 @@
+"""The expert-parallel (EP) group, and the workspaces that its ranks share."""
+
+import math
+import os
+import secrets
+import socket
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mok import _library
+
+_PRECISIONS = {torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the work is done; never what comes out. The same on all ranks.
+
+    Attributes:
+        ring_rows: rows of x and hidden in flight; 0 = what fits the expected rows.
+        minibatch_rows: rows between two interleavings of the two products; 0 = the default.
+        saved_rows: rows of gate and up that forward keeps for backward; -1 = the expected share of
+            a rank and a quarter more. Rows beyond are recomputed.
+        compute_workers: CPU threads per rank; 0 = cores / ranks of this machine.
+        comm_workers: CPU threads per rank that fetch rows; 0 = the default.
+        delay_seed: not 0: random delays before tasks (tests).
+    """
+
+    ring_rows: int = 0
+    minibatch_rows: int = 0
+    saved_rows: int = -1
+    compute_workers: int = 0
+    comm_workers: int = 0
+    delay_seed: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a workspace is made for (mok::LayerShape and a storage type)."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    topk: int
+    shared_intermediate: int
+    shared_gate: bool
+    swiglu_limit: float | None
+    dtype: torch.dtype
+
+
+class Group:
+    """One rank's membership of an EP group; made by :func:`init` or :func:`new_group`.
+
+    Attributes:
+        rank, ranks: this rank, and how many there are.
+        max_tokens: T_max, the most tokens on any rank in any call; None (single rank only): what
+            each call needs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        ranks: int,
+        max_tokens: int | None,
+        arrival_timeout: float,
+        progress_timeout: float,
+        options: Options,
+        process_group,
+    ):
+        self.rank = rank
+        self.ranks = ranks
+        self.max_tokens = max_tokens
+        self.options = options
+        self._process_group = process_group
+        handle = _library.create_group(name, rank, ranks, arrival_timeout, progress_timeout)
+        self._handle = handle
+        self._generation = 0
+        self._workspaces: dict[tuple[Shape, int], tuple[int, int]] = {}
+        # Runs at exit too, before the interpreter ends. Waits for nobody.
+        self._closer = weakref.finalize(self, _close, self._workspaces, handle)
+        self._set_key()
+
+    def _set_key(self) -> None:
+        # A string, so that a compiled graph is guarded by it: new workspaces, new graph.
+        self.key = f"{self._handle}.{self._generation}"
+        _groups[self.key] = self
+
+    def reserve(self, max_tokens: int) -> None:
+        """Raises T_max. Collective, and the ranks need not agree beforehand: the largest counts.
+
+        Workspaces are given up and made anew at the next call, so no forward may be waiting for its
+        backward.
+
+        Raises:
+            ValueError: max_tokens is negative, or below the present T_max on all ranks.
+        """
+        asked = _agree(self._process_group, max_tokens) if self.ranks > 1 else [max_tokens]
+        largest = max(asked)
+        if min(asked) < 0:
+            raise ValueError(f"max_tokens: negative ({asked} on the ranks)")
+        if self.max_tokens is not None and largest <= self.max_tokens:
+            return
+        self.max_tokens = largest
+        _destroy_all(self._workspaces)
+        _groups.pop(self.key, None)
+        self._generation += 1
+        self._set_key()
+
+    def close(self) -> None:
+        """Gives the memory back. Never waits for peers; at exit it happens by itself."""
+        _groups.pop(self.key, None)
+        self._closer()
+
+    def memory_bytes(self) -> int:
+        """Memory of this rank's workspaces, symmetric and local."""
+        return sum(
+            _library.workspace_info(handle)["memory_bytes"]
+            for handle, _ in self._workspaces.values()
+        )
+
+    def capacity(self, tokens: int) -> int:
+        """T_max of the workspace for a call with that many tokens. Raises ValueError beyond it."""
+        if self.max_tokens is not None:
+            if tokens > self.max_tokens:
+                raise ValueError(
+                    f"x: {tokens} tokens, but max_tokens is {self.max_tokens}; "
+                    "all ranks must call mok.reserve(max_tokens) first"
+                )
+            return self.max_tokens
+        capacity = 64
+        while capacity < tokens:
+            capacity *= 2
+        return capacity
+
+    def _workspace(self, shape: Shape, capacity: int) -> tuple[int, int]:
+        """(handle, rows saved for backward); made at the first call, which is collective."""
+        found = self._workspaces.get((shape, capacity))
+        if found is None:
+            options = self.options
+            handle = _library.create_workspace(
+                self._handle,
+                _library.WorkspaceRequest(
+                    hidden=shape.hidden,
+                    intermediate=shape.intermediate,
+                    experts=shape.experts,
+                    topk=shape.topk,
+                    shared_intermediate=shape.shared_intermediate,
+                    shared_gate=int(shape.shared_gate),
+                    swiglu_limit=math.inf if shape.swiglu_limit is None else shape.swiglu_limit,
+                    precision=_PRECISIONS[shape.dtype],
+                    max_tokens=capacity,
+                    ring_rows=options.ring_rows,
+                    minibatch_rows=options.minibatch_rows,
+                    saved_rows=options.saved_rows,
+                    compute_workers=options.compute_workers,
+                    comm_workers=options.comm_workers,
+                    delay_seed=options.delay_seed,
+                ),
+            )
+            found = handle, _library.workspace_info(handle)["saved_rows"]
+            self._workspaces[shape, capacity] = found
+        return found
+
+    def __deepcopy__(self, memo):
+        return self  # copies of a module share its group
+
+    def __reduce__(self):
+        raise TypeError("mok.Group cannot be pickled: it is this process's membership of a group")
+
+    def __repr__(self) -> str:
+        return f"mok.Group(rank={self.rank}, ranks={self.ranks}, max_tokens={self.max_tokens})"
+
+
+_groups: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
+_default: Group | None = None
+
+
+def _destroy_all(workspaces: dict) -> None:
+    for handle, _ in workspaces.values():
+        _library.destroy_workspace(handle)
+    workspaces.clear()
+
+
+def _close(workspaces: dict, handle: int) -> None:
+    _destroy_all(workspaces)
+    _library.destroy_group(handle)
+
+
+@torch.compiler.assume_constant_result
+def _find_workspace(
+    key: str,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    topk: int,
+    shared_intermediate: int,
+    shared_gate: bool,
+    swiglu_limit: float | None,
+    dtype: torch.dtype,
+    capacity: int,
+) -> tuple[int, int]:
+    """(handle, rows saved for backward). While a graph is traced, its arguments are constants."""
+    shape = Shape(
+        hidden, intermediate, experts, topk, shared_intermediate, shared_gate, swiglu_limit, dtype
+    )
+    return _groups[key]._workspace(shape, capacity)
+
+
+def _agree(process_group, value) -> list:
+    """Every rank's value, in rank order."""
+    values = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
+def new_group(
+    process_group=None,
+    *,
+    max_tokens: int | None = None,
+    arrival_timeout: float = 600,
+    progress_timeout: float = 60,
+    options: Options | None = None,
+) -> Group:
+    """An EP group of the ranks of a torch.distributed process group; collective among them.
+
+    Args:
+        process_group: its ranks, all of one machine, hold E / R experts each. None: all ranks if
+            torch.distributed is initialised, else this process alone. Only used here and in
+            ``reserve``; the layer's own traffic goes through shared memory.
+        max_tokens: T_max, the most tokens on any rank in any call. Needed with more than one rank;
+            where ranks differ, the largest counts.
+        arrival_timeout: seconds that a rank waits in a call for a peer to come; 0 = for ever.
+        progress_timeout: seconds without progress inside a call; 0 = for ever.
+        options: see :class:`Options`.
+
+    Raises:
+        ValueError: max_tokens is missing or negative, the ranks are not on one machine, there are
+            more than 8, or their options differ.
+        MemoryError: shared memory (/dev/shm) is too small.
+        RuntimeError: a peer did not come in time.
+    """
+    options = options or Options()
+    distributed = dist.is_available() and dist.is_initialized()
+    if process_group is None and distributed:
+        process_group = dist.group.WORLD
+    ranks = dist.get_world_size(process_group) if process_group is not None else 1
+    rank = dist.get_rank(process_group) if process_group is not None else 0
+    if rank < 0:
+        raise ValueError("process_group: this process is not a member of it")
+    name = ""
+    if ranks > 1:
+        mine = {
+            "name": f"mok-{os.getpid()}-{secrets.token_hex(6)}",
+            "host": _host(),
+            "max_tokens": -1 if max_tokens is None else max_tokens,
+            "settings": (options, arrival_timeout, progress_timeout),
+        }
+        everyone = _agree(process_group, mine)
+        name = everyone[0]["name"]
+        hosts = {each["host"] for each in everyone}
+        if len(hosts) > 1:
+            raise ValueError(
+                f"process_group: its ranks are on {len(hosts)} machines; an EP group is on one"
+            )
+        for other, each in enumerate(everyone):
+            if each["settings"] != everyone[0]["settings"]:
+                raise ValueError(
+                    f"options: rank {other} has {each['settings']}, rank 0 {everyone[0]['settings']}"
+                )
+        max_tokens = max(each["max_tokens"] for each in everyone)
+        if max_tokens < 0:
+            raise ValueError("max_tokens: needed with more than one rank, and not negative")
+    elif max_tokens is not None and max_tokens < 0:
+        raise ValueError(f"max_tokens: {max_tokens} is negative")
+    return Group(
+        name, rank, ranks, max_tokens, arrival_timeout, progress_timeout, options, process_group
+    )
+
+
+def _host() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def init(process_group=None, **settings) -> Group:
+    """Makes :func:`new_group` (same arguments, same errors) the default of all layers.
+
+    A second call replaces the default; layers made before keep their group.
+    """
+    global _default
+    _default = new_group(process_group, **settings)
+    return _default
+
+
+def default_group() -> Group:
+    """The group of :func:`init`. In a process alone, one of a single rank is made if there is none.
+
+    Raises RuntimeError where torch.distributed has several ranks and ``init`` was not called.
+    """
+    global _default
+    if _default is None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "mok.init(process_group, max_tokens=...) was not called: it says which ranks share "
+                "the experts"
+            )
+        _default = new_group()
+    return _default
+
+
+def reserve(max_tokens: int, group: Group | None = None) -> None:
+    """Raises T_max of a group (default: that of ``init``); see :meth:`Group.reserve`. Collective."""
+    (group or default_group()).reserve(max_tokens)
