@@ -6,7 +6,7 @@ if(sources)
   find_path(XXHASH_INCLUDE_DIR xxhash.h REQUIRED)  # header only: XXH_INLINE_ALL
 
   add_executable(mok ${sources})
-  target_link_libraries(mok PRIVATE mok_options mok_core mok_reference CLI11::CLI11
+  target_link_libraries(mok PRIVATE mok_options mok_core mok_problem mok_reference CLI11::CLI11
                                     nlohmann_json::nlohmann_json)
   target_include_directories(mok SYSTEM PRIVATE ${XXHASH_INCLUDE_DIR})
   if(NOT MOK_SANITIZE)

@@ -5,7 +5,7 @@
 add_custom_target(mok_tests)
 
 mok_component(mok_test_support FOLDERS tests/cpp/support
-              DEPENDS mok_core mok_reference mok_plan mok_numerics)
+              DEPENDS mok_core mok_problem mok_reference mok_plan mok_numerics)
 mok_component(mok_test_includes FOLDERS tests/cpp/none)
 target_include_directories(mok_test_includes INTERFACE ${PROJECT_SOURCE_DIR}/tests/cpp)
 mok_link(mok_test_support mok_test_includes)

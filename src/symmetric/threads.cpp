@@ -122,10 +122,10 @@ class ThreadGroup final : public symmetric::ExchangeGroup {
     const bool was_broken = !s.broken.empty();
     if (!was_broken) {
       s.broken = "rank " + std::to_string(rank_) + " waited for rank " + std::to_string(late) +
-                 " to allocate '" + what + "', " +
-                 (s.gone[late] ? "which has left the group"
-                               : "which did not come within " +
-                                     symmetric::describe_seconds(options_.arrival_seconds));
+                 " to allocate '" + what + "': it " +
+                 (s.gone[late]
+                      ? "has left the group"
+                      : "did not within " + symmetric::describe_seconds(options_.arrival_seconds));
       s.changed.notify_all();
     }
     throw Error(was_broken || s.gone[late] ? ErrorCode::aborted : ErrorCode::deadline, s.broken);
