@@ -22,7 +22,7 @@ _ERRORS = {  # mok::ErrorCode, in order
 
 
 def find_library() -> Path:
-    """The library's path: $MOK_LIBRARY, else beside this file (installed), else the newest in build/*/."""
+    """The library's path: $MOK_LIBRARY, or beside this file, or the newest in build/*/."""
     asked = os.environ.get("MOK_LIBRARY")
     if asked:
         path = Path(asked)
@@ -37,7 +37,7 @@ def find_library() -> Path:
         return max(built, key=lambda path: path.stat().st_mtime)
     raise ImportError(
         f"mok: {_NAME} was found neither in {here} nor in {here.parents[1]}/build/*/. "
-        "In a source tree type 'make build'; elsewhere 'pip install mok', or set MOK_LIBRARY to its path."
+        "In a source tree type 'make build'; elsewhere install mok, or set MOK_LIBRARY to its path."
     )
 
 

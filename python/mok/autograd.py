@@ -207,9 +207,9 @@ def moe(
             those given are converted copies.
         group: the EP group; default: that of :func:`mok.init`.
 
-    Returns: y [T, H] of x's dtype. Gradients go to whatever requires them: x, topk_weights, weights.
-        Those of routed experts are over all ranks' tokens; those of the shared expert over this
-        rank's own.
+    Returns: y [T, H] of x's dtype. Gradients go to whatever requires them: x, topk_weights and
+        weights. Those of routed experts are over all ranks' tokens; those of the shared expert over
+        this rank's own.
 
     Raises:
         TypeError, ValueError: an argument does not fit (it is named); ids outside [-1, E); ranks

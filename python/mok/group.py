@@ -269,7 +269,8 @@ def new_group(
         for other, each in enumerate(everyone):
             if each["settings"] != everyone[0]["settings"]:
                 raise ValueError(
-                    f"options: rank {other} has {each['settings']}, rank 0 {everyone[0]['settings']}"
+                    f"options, timeouts: rank {other} has {each['settings']}, "
+                    f"rank 0 {everyone[0]['settings']}"
                 )
         max_tokens = max(each["max_tokens"] for each in everyone)
         if max_tokens < 0:
@@ -316,5 +317,5 @@ def default_group() -> Group:
 
 
 def reserve(max_tokens: int, group: Group | None = None) -> None:
-    """Raises T_max of a group (default: that of ``init``); see :meth:`Group.reserve`. Collective."""
+    """Raises T_max of a group (default: that of ``init``), as :meth:`Group.reserve`. Collective."""
     (group or default_group()).reserve(max_tokens)

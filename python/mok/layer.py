@@ -36,7 +36,8 @@ class MoELayer(nn.Module):
     [I_s, H], ``w_shared_down`` [H, I_s], ``shared_gate_vector`` [1, H]; ``router_weight`` [E, H]
     fp32. Buffer ``router_bias`` [E] fp32, if the router has one.
 
-    Initial values depend on PyTorch's seed and on the global expert, not on R; seed all ranks alike.
+    Initial values depend on PyTorch's seed and on the global expert, not on R; seed all ranks
+    alike.
 
     Args:
         hidden, intermediate, experts, topk: H, I, E (of all ranks), K.

@@ -7,7 +7,7 @@ from mok.router import RouterConfig
 
 @dataclass(frozen=True)
 class Preset:
-    """A layer's shape; letters as in docs/numerics.md. `note`: what differs from the published model."""
+    """A layer's shape; `note` says what differs from the published model."""
 
     hidden: int
     intermediate: int

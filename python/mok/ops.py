@@ -1,8 +1,8 @@
 """The operators of libmok_torch.so: fake kernels, and the choice of experts.
 
-``torch.ops.mok.forward``, ``backward`` and ``backward_accumulate`` are defined in C++ and known here
-by their outputs' shapes alone, so that they trace with symbolic T. They keep no Python state: a
-workspace is an integer. Most code calls :func:`mok.moe` or :class:`mok.MoELayer` instead.
+``torch.ops.mok.forward``, ``backward`` and ``backward_accumulate`` are defined in C++ and known
+here by their outputs' shapes alone, so that they trace with symbolic T. They keep no Python state:
+a workspace is an integer. Most code calls :func:`mok.moe` or :class:`mok.MoELayer` instead.
 """
 
 import torch

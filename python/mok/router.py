@@ -35,7 +35,7 @@ class RouterConfig:
     bias: bool = False
 
     def check(self, experts: int, topk: int) -> None:
-        """Raises ValueError, naming the field, unless it can route to `topk` of `experts` experts."""
+        """Raises ValueError, naming the field, unless `topk` of `experts` can be chosen."""
         if self.scoring not in SCORINGS:
             raise ValueError(f"scoring: {self.scoring!r} is none of {', '.join(SCORINGS)}")
         if self.group_score not in ("top2", "max"):
