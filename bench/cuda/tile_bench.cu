@@ -17,6 +17,7 @@ constexpr int kProducts = 2;
 struct Control {
   uint32_t ticket;
   uint32_t aborted;
+  unsigned long long cycles;  // of the slowest block
 };
 
 // Tickets index a list; down tiles wait until all gate-up tiles of their rows are counted in.
@@ -44,29 +45,28 @@ struct ListHooks {
     ptx::fence_proxy_async();
   }
   __device__ void publish(const TileTask& task) {
-    ptx::fence_gpu();
     ptx::add_release_gpu(counters + task.done_counter, 1);
   }
 };
 
+struct BenchShared {
+  TileShared tile;
+  ptx::Mbarrier done;
+};
+
 // Looks at the clock for the whole block and raises its abort flag.
-__device__ void watch(TileShared& shared, volatile uint32_t* done, Control* control,
-                      uint64_t limit_ns) {
+__device__ void watch(BenchShared& shared, Control* control, uint64_t limit_ns) {
   const uint64_t start = ptx::global_timer();
-  while (*done == 0) {
-    __nanosleep(20000);
+  const long long cycles = clock64();
+  while (!shared.done.try_wait(0)) {
     if (ptx::global_timer() - start > limit_ns) control->aborted = 1;
     if (*reinterpret_cast<volatile uint32_t*>(&control->aborted) != 0) {
-      shared.abort.raised = 1;
+      shared.tile.abort.raised = 1;
       return;
     }
   }
+  atomicMax(&control->cycles, static_cast<unsigned long long>(clock64() - cycles));
 }
-
-struct BenchShared {
-  TileShared tile;
-  uint32_t done;
-};
 
 __global__ void __launch_bounds__(kThreads, 1)
     tile_kernel(const __grid_constant__ Products<kProducts> products,
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   BenchShared& shared = *reinterpret_cast<BenchShared*>(raw);
   if (threadIdx.x == 0) {
     shared.tile.init();
-    shared.done = 0;
+    shared.done.init(1);
   }
   __syncthreads();
 
@@ -95,11 +95,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       case ProducerWarp::publish:
         if (lane == 0) {
           publish_tiles(shared.tile, hooks);
-          *const_cast<volatile uint32_t*>(&shared.done) = 1;
+          shared.done.arrive();
         }
         break;
       case ProducerWarp::communicate:
-        if (lane == 0) watch(shared.tile, &shared.done, list.control, limit_ns);
+        if (lane == 0) watch(shared, list.control, limit_ns);
         break;
     }
   } else {

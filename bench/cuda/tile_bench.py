@@ -1,6 +1,8 @@
 """Checks and times the tile core (tile_bench.cu) against float64 and torch._grouped_mm.
 
     bench/cuda/build_tile_bench.sh && python3 bench/cuda/tile_bench.py build/gpu/tile_bench.so
+
+Several libraries are checked one after the other and timed in turns.
 """
 
 import ctypes
@@ -121,7 +123,7 @@ class Layer:
         self.destination = torch.zeros(at, dtype=torch.int64, device="cuda")
         self.destination[self.place] = self.r.data_ptr() + self.slots * (H * 2)
         self.counters = torch.zeros(len(tiles) + 1, dtype=torch.int32, device="cuda")
-        self.control = torch.zeros(2, dtype=torch.int32, device="cuda")
+        self.control = torch.zeros(4, dtype=torch.int32, device="cuda")
         self.offsets = torch.tensor(np.cumsum(rows), dtype=torch.int32, device="cuda")
 
     def launcher(self, lib, limit=INF, save_rows=0, kinds=(GATE_UP, DOWN), blocks=132):
@@ -139,11 +141,17 @@ class Layer:
             len(self.counters), limit, blocks,
         )  # fmt: skip
 
+        halves = np.where(host["rows"] > 64, 2, 1)
+        wide = np.where(host["kind"] == GATE_UP, 128, TILE_N)
+        width = np.where(host["cols"] * 2 <= wide, 0.5, 1)
+        busy = float((host["steps"] * halves * width).sum()) * 512
+
         def launch(keep=tasks):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             code = lib.tile_bench_launch(ctypes.byref(b), stream)
             assert code == 0, f"launch failed: {code}"
 
+        launch.busy = busy  # tensor-core cycles of one SM that the tasks take at least
         return launch
 
     def finish(self):
@@ -289,9 +297,11 @@ SHAPES = [
 ]
 
 
-def bench(lib, name, H, I, rows, seconds=0.05, rounds=3):
+def bench(libs, name, H, I, rows, seconds=0.05, rounds=3):
+    """Prints a line per library: ms, TFLOP/s of real rows, share of cycles that the tensor cores
+    need at least for the tasks as they are tiled."""
     layer = Layer(H, I, rows, seed=1)
-    good = check(name, layer, lib, save=True, experts=[0, len(rows) // 2, len(rows) - 1])
+    good = all(check(name, layer, lib, experts=[0, len(rows) // 2, len(rows) - 1]) for lib in libs)
     x2 = [layer.x, torch.randn_like(layer.x)]
     ring2 = [layer.x_ring.nan_to_num(0), torch.zeros_like(layer.x_ring)]
     ring2[1][layer.place] = x2[1]
@@ -300,7 +310,7 @@ def bench(lib, name, H, I, rows, seconds=0.05, rounds=3):
     layer.h_ring.nan_to_num_(0)
     w_gu, w_down = layer.w_gu.transpose(1, 2), layer.w_down.transpose(1, 2)
 
-    def ours(**options):
+    def ours(lib, **options):
         calls = []
         for ring in ring2:
             layer.x_ring = ring
@@ -317,16 +327,16 @@ def bench(lib, name, H, I, rows, seconds=0.05, rounds=3):
         a, b = torch_gu(i), torch_down(i)
         return lambda: (a(), b())
 
-    runs = {
-        "ours": ours(),
-        "torch": [torch_both(i) for i in range(2)],
-        "ours+save": ours(save_rows=layer.padded),
-        "ours gu": ours(kinds=(GATE_UP,)),
-        "torch gu": [torch_gu(i) for i in range(2)],
-        "ours gu+save": ours(save_rows=layer.padded, kinds=(GATE_UP,)),
-        "ours down": ours(kinds=(DOWN,)),
-        "torch down": [torch_down(i) for i in range(2)],
-    }
+    save = {"save_rows": layer.padded}
+    runs = {}
+    for i, lib in enumerate(libs):
+        runs[i, "layer"] = ours(lib)
+        runs[i, "+save"] = ours(lib, **save)
+        runs[i, "gu"] = ours(lib, kinds=(GATE_UP,))
+        runs[i, "gu+save"] = ours(lib, kinds=(GATE_UP,), **save)
+        runs[i, "down"] = ours(lib, kinds=(DOWN,))
+    for what, call in ("layer", torch_both), ("gu", torch_gu), ("down", torch_down):
+        runs["torch", what] = [call(i) for i in range(2)]
     flops = 6 * sum(rows) * H * I
     runs = {k: {"calls": c, "estimate": flops / 6e14 + 5e-6} for k, c in runs.items()}
     for run in runs.values():
@@ -335,34 +345,42 @@ def bench(lib, name, H, I, rows, seconds=0.05, rounds=3):
     for _ in range(rounds):
         for k, run in runs.items():
             times[k].append(burst(run, seconds))
+            run["cycles"] = int(layer.control.view(torch.int64)[1])
     layer.finish()
-    ms = {k: statistics.median(v) for k, v in times.items()}
-    line = f"{name:27s}"
-    for k in runs:
-        part = 2 / 3 if " gu" in k else 1 / 3 if " down" in k else 1
-        line += f" | {ms[k]:7.3f} {flops * part / ms[k] / 1e9:4.0f}"
-    return good, line
+    lines = []
+    for who in [*range(len(libs)), "torch"]:
+        line = f"{name:27s} {who!s:5s}"
+        for what in ("layer", "+save", "gu", "gu+save", "down"):
+            if (who, what) not in runs:
+                line += " |" + 17 * " "
+                continue
+            ms = statistics.median(times[who, what])
+            part = {"g": 2 / 3, "d": 1 / 3}.get(what[0], 1)
+            line += f" | {ms:6.3f} {flops * part / ms / 1e9:4.0f}"
+            run = runs[who, what]
+            busy = 0 if who == "torch" else run["calls"][0].busy / run["cycles"] / 132
+            line += f" {busy:4.0%}" if busy else 5 * " "
+        lines.append(line)
+    print("\n".join(lines), flush=True)
+    return good, lines
 
 
 def main():
-    lib = ctypes.CDLL(sys.argv[1])
-    assert lib.tile_bench_task_size() == TASK.itemsize
-    print(torch.cuda.get_device_name(), "shared bytes", lib.tile_bench_shared_size())
-    torch.backends.cuda.matmul.allow_tf32 = False
+    libs = [ctypes.CDLL(path) for path in sys.argv[1:]]
+    assert all(lib.tile_bench_task_size() == TASK.itemsize for lib in libs)
+    print(torch.cuda.get_device_name(), "shared bytes", libs[0].tile_bench_shared_size())
     start = time.time()
-    good = checks(lib) and place_check(lib)
+    good = all(checks(lib) and place_check(lib) for lib in libs)
     print(f"checks took {time.time() - start:.1f} s", flush=True)
     if not good:
         sys.exit(1)
     lines = []
     for name, H, I, rows in SHAPES:
-        ok, line = bench(lib, name, H, I, rows)
+        ok, more = bench(libs, name, H, I, rows)
         good &= ok
-        lines.append(line)
-        print(line, flush=True)
+        lines += more
         torch.cuda.empty_cache()
-    columns = "ours, torch, ours+save, ours gu, torch gu, ours gu+save, ours down, torch down"
-    print(f"ms and TFLOP/s of real rows: {columns}")
+    print(f"ms, TFLOP/s of real rows, tensor-core share: layer, layer + save, gu, gu + save, down")
     print("\n".join(lines))
     print("all checks passed" if good else "CHECKS FAILED", f"{time.time() - start:.1f} s")
     sys.exit(0 if good else 1)

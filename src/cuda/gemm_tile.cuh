@@ -63,6 +63,7 @@ __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks)
     if (!more) task.kind = TaskKind::stop;
     if (threadIdx.x % kWarp == 0) {
       shared.task[at.slot] = task;
+      shared.shape[at.slot] = task.shape_of();
       shared.task_full[at.slot].arrive();
     }
     __syncwarp();
@@ -82,7 +83,7 @@ __device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kP
     if (task.kind == TaskKind::stop) return;
     const Product& product = products.product[task.product];
     const bool both_halves = task.rows > kHalfM;
-    const int side = (task.narrow() ? kTileN / 4 : kTileN / 2) / kGroupN;  // loads from each map
+    const int side = (task.shape_of().narrow() ? kTileN / 4 : kTileN / 2) / kGroupN;  // loads from each map
     const int high_row =
         task.kind == TaskKind::gate_up ? task.col0 : task.col0 + side * kGroupN;
     const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * side * kGroupBytesB;
@@ -134,86 +135,107 @@ class TileConsumer {
   __device__ __forceinline__ TileConsumer(TileShared& shared, const Products<kProducts>& products,
                                           uint32_t group)
       : shared_(shared),
-        products_(products),
         group_(group),
-        epilogue_(shared, group * (kWarpgroup / kWarp) + threadIdx.x % kWarpgroup / kWarp,
-                  threadIdx.x % kWarp) {}
+        tile_(shared, products, group * kGroupWarps + threadIdx.x % kWarpgroup / kWarp) {}
 
   __device__ __forceinline__ void run() {
-    PackedTile packed;
-    const TileTask* pending = nullptr;  // packed, not yet stored
-    RingCursor<kTaskSlots> task_at;
-
+    bool pending = false;  // tile_ holds the task before task_at_, not yet stored
+    Next next = look_ahead<1>();
     while (true) {
-      const ptx::Mbarrier& task_full = shared_.task_full[task_at.slot];
-      const TileTask& task = shared_.task[task_at.slot];
-      if (pending != nullptr && !(look(task_full, task_at.phase) && can_start(task))) {
-        store_all(packed, *pending);
-        finish(*pending);
-        pending = nullptr;
-      }
-      if (!wait(task_full, task_at.phase, shared_.abort)) return;
-      if (task.kind == TaskKind::stop) return;
-
-      if (is_idle(task)) {
-        pass(task.steps);
-        finish(task);
-      } else {
-        const int steps = __shfl_sync(~0u, task.steps, 0);
-        const bool narrow = is_narrow(task);
-        float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
-        if (narrow) {
-          multiply_narrow(acc, steps);
-        } else {
-          multiply_whole(acc, packed, steps, pending);
+      if (pending && !next.can_spread) {
+        next = look_ahead<kLooks>();
+        if (!next.can_spread) {
+          store_pending();
+          pending = false;
         }
-        fetch_row_destinations(shared_, epilogue_, task, products_);
+      }
+      if (!next.known) {
+        if (!wait(shared_.task_full[task_at_.slot], task_at_.phase, shared_.abort)) return;
+        next.shape = next_shape();
+      }
+      const TileTask::Shape shape = next.shape;
+      if (shape.stop()) return;
+
+      const TileTask& task = shared_.task[task_at_.slot];
+      if (is_idle(shape)) {
+        pass(shape.steps());
+        finish(task_at_.slot);
+        task_at_.advance();
+        next = look_ahead<1>();
+      } else {
+        float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
+        if (shape.narrow()) {
+          multiply_narrow(acc, shape.steps());
+        } else {
+          multiply_whole(acc, shape.steps(), pending);
+        }
+        // While the last products are in flight.
+        task_at_.advance();
+        tile_.prepare(task);
+        next = look_ahead<1>();
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(acc);
-        release(previous_);
-        packed.pack(acc);
-        if (narrow && task.kind == TaskKind::gate_up) packed.move_up();
-        pending = &task;
+        release((stage_.slot + kStages - 1) % kStages);
+        tile_.packed.pack(acc);
+        if (shape.narrow() && tile_.is_gate_up()) tile_.packed.move_up();
+        pending = true;
       }
-      task_at.advance();
     }
   }
 
  private:
-  // About the time of one piece; a longer look would only delay the flush.
+  static constexpr int kGroupWarps = kWarpgroup / kWarp;
+  // About the time of one slot; a longer look would only delay the flush.
   static constexpr int kLooks = 16;
 
+  // Uniform over the warp, which the compiler must know of whatever steers wgmma.
+  __device__ __forceinline__ TileTask::Shape next_shape() const {
+    return {__shfl_sync(~0u, shared_.shape[task_at_.slot].word, 0)};
+  }
   // Whether the tile needs none of this warpgroup's rows.
-  __device__ __forceinline__ bool is_idle(const TileTask& task) const {
-    return __shfl_sync(~0u, group_ * kHalfM >= task.rows, 0);
+  __device__ __forceinline__ bool is_idle(TileTask::Shape shape) const {
+    return group_ > 0 && shape.low_half_only();
   }
-  __device__ __forceinline__ bool is_narrow(const TileTask& task) const {
-    return __shfl_sync(~0u, task.narrow(), 0);
-  }
-  // Whether a pending epilogue may be spread over the task. Warps may differ: which instructions
-  // issue wgmma does not depend on it.
-  __device__ __forceinline__ bool can_start(const TileTask& task) const {
-    return task.kind != TaskKind::stop && !is_idle(task) && !is_narrow(task) &&
-           look(shared_.full[stage_.slot], stage_.phase);
+  struct Next {
+    TileTask::Shape shape;
+    bool known;       // the task is there; shape is its
+    bool can_spread;  // it can take a pending epilogue in, and its first stage is full
+  };
+  // Warps may differ in what they see: which instructions issue wgmma does not depend on it.
+  template <int kLooks>
+  __device__ __forceinline__ Next look_ahead() const {
+    Next next{{0}, look<kLooks>(shared_.task_full[task_at_.slot], task_at_.phase), false};
+    if (next.known) {
+      next.shape = next_shape();
+      next.can_spread = !next.shape.stop() && !is_idle(next.shape) && !next.shape.narrow() &&
+                        look<kLooks>(shared_.full[stage_.slot], stage_.phase);
+    }
+    return next;
   }
   // One answer for the warp; every lane has acquired when it is true.
+  template <int kLooks>
   __device__ __forceinline__ bool look(const ptx::Mbarrier& barrier, uint32_t parity) const {
     return __all_sync(~0u, poll<kLooks>(barrier, parity));
   }
 
+  __device__ __forceinline__ bool leads() const { return threadIdx.x % kWarp == 0; }
   __device__ __forceinline__ void release(uint32_t slot) {
-    if (epilogue_.lane == 0) shared_.empty[slot].arrive();
+    if (leads()) shared_.empty[slot].arrive();
   }
   // This warp has issued all its stores of the task.
-  __device__ __forceinline__ void finish(const TileTask& task) {
+  __device__ __forceinline__ void finish(uint32_t task_slot) {
     __syncwarp();
-    if (epilogue_.lane == 0) shared_.task_done[&task - shared_.task].arrive();
+    if (leads()) shared_.task_done[task_slot].arrive();
   }
-
-  __device__ __forceinline__ void store_all(const PackedTile& packed, const TileTask& task) {
+  __device__ __forceinline__ void finish_pending() {
+    finish((task_at_.slot + kTaskSlots - 1) % kTaskSlots);
+  }
+  __device__ __forceinline__ void store_pending() {
+    tile_.keep_destinations();
     [&]<int... kSlot>(std::integer_sequence<int, kSlot...>) {
-      (run_slot<kSlot>(epilogue_, packed, task, products_), ...);
+      (tile_.template run_slot<kSlot>(), ...);
     }(std::make_integer_sequence<int, kEpilogueSlots>{});
+    finish_pending();
   }
 
   __device__ __forceinline__ void pass(int steps) {
@@ -224,77 +246,62 @@ class TileConsumer {
     }
   }
 
-  __device__ __forceinline__ uint64_t a_descriptor() const {
-    return ptx::wgmma_descriptor(ptx::shared_address(shared_.a[stage_.slot]) +
-                                 group_ * kHalfBytesA);
-  }
-  __device__ __forceinline__ uint64_t b_descriptor() const {
-    return ptx::wgmma_descriptor(ptx::shared_address(shared_.b[stage_.slot]));
-  }
-
-  // Issues one step and frees the stage of the step before.
   template <class Issue>
-  __device__ __forceinline__ void one_step(int step, Issue&& issue) {
+  __device__ __forceinline__ void issue_step(Issue&& issue) {
     wait(shared_.full[stage_.slot], stage_.phase, shared_.abort);
     ptx::wgmma_fence();
-    issue(a_descriptor(), b_descriptor());
+    const ptx::Operand a(ptx::shared_address(shared_.a[stage_.slot]) + group_ * kHalfBytesA);
+    const ptx::Operand b(ptx::shared_address(shared_.b[stage_.slot]));
+#pragma unroll
+    for (int k = 0; k < kTileK; k += 16) issue(k, a.at(k), b.at(k));
     ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
-    if (step > 0) release(previous_);
-    previous_ = stage_.slot;
     stage_.advance();
   }
+  // All steps but the newest are done; frees the stage of the one before it.
+  __device__ __forceinline__ void retire_step() {
+    ptx::wgmma_wait<1>();
+    release((stage_.slot + kStages - 2) % kStages);
+  }
 
-  // All columns of the tile; the pending tile's slots run while a step's products are in flight,
-  // slot s after step s * steps / kEpilogueSlots.
-  __device__ __forceinline__ void multiply_whole(float (&acc)[kTileN / 2], const PackedTile& packed,
-                                                 int steps, const TileTask* pending) {
-    const bool store = __shfl_sync(~0u, pending != nullptr, 0);
-    int step = 0;
+  // All columns of the tile. The pending tile's slots run while products are in flight, spread
+  // evenly: slot s after step s * steps / kEpilogueSlots.
+  __device__ __forceinline__ void multiply_whole(float (&acc)[kTileN / 2], int steps,
+                                                 bool pending) {
+    issue_step([&](int k, uint64_t a, uint64_t b) { ptx::wgmma_n256(acc, a, b, k > 0); });
+    if (pending) tile_.keep_destinations();
+    int step = 1;
     auto advance_to = [&](int end) {
       for (; step < end; ++step) {
-        one_step(step, [&](uint64_t a, uint64_t b) {
-#pragma unroll
-          for (int k = 0; k < kTileK / 16; ++k) {
-            ptx::wgmma_n256(acc, a + k * ptx::kWgmmaStepK, b + k * ptx::kWgmmaStepK,
-                            k > 0 || step > 0);
-          }
-        });
+        issue_step([&](int, uint64_t a, uint64_t b) { ptx::wgmma_n256(acc, a, b, 1); });
+        retire_step();
       }
     };
     [&]<int... kSlot>(std::integer_sequence<int, kSlot...>) {
       (
           [&] {
-            // step * slot / 12 without a division; exact for every slot and up to 4096 steps.
-            constexpr uint32_t kTwelfth = (1u << 20) / kEpilogueSlots + 1;
-            advance_to(((kSlot * steps * kTwelfth) >> 20) + 1);
-            if (store) run_slot<kSlot>(epilogue_, packed, *pending, products_);
+            advance_to(kSlot * steps / kEpilogueSlots + 1);
+            if (pending) tile_.template run_slot<kSlot>();
           }(),
           ...);
     }(std::make_integer_sequence<int, kEpilogueSlots>{});
-    if (store) finish(*pending);
+    if (pending) finish_pending();
     advance_to(steps);
   }
 
   // At most half of the columns; nothing is spread over so short a tile.
   __device__ __forceinline__ void multiply_narrow(float (&acc)[kTileN / 2], int steps) {
-    for (int step = 0; step < steps; ++step) {
-      one_step(step, [&](uint64_t a, uint64_t b) {
-#pragma unroll
-        for (int k = 0; k < kTileK / 16; ++k) {
-          ptx::wgmma_n128(acc, a + k * ptx::kWgmmaStepK, b + k * ptx::kWgmmaStepK,
-                          k > 0 || step > 0);
-        }
-      });
+    issue_step([&](int k, uint64_t a, uint64_t b) { ptx::wgmma_n128(acc, a, b, k > 0); });
+    for (int step = 1; step < steps; ++step) {
+      issue_step([&](int, uint64_t a, uint64_t b) { ptx::wgmma_n128(acc, a, b, 1); });
+      retire_step();
     }
   }
 
   TileShared& shared_;
-  const Products<kProducts>& products_;
   const uint32_t group_;
-  const EpilogueWarp epilogue_;
+  PendingTile<kProducts> tile_;
+  RingCursor<kTaskSlots> task_at_;
   RingCursor<kStages> stage_;
-  uint32_t previous_ = 0;  // stage of the newest issued step
 };
 
 }  // namespace mok::cuda

@@ -52,9 +52,18 @@ struct alignas(16) TileTask {
   int32_t wait_target;
   int32_t done_counter;
 
-  // Half of the wgmma columns suffice.
-  __device__ __forceinline__ bool narrow() const {
-    return cols <= (kind == TaskKind::gate_up ? kHalfN : kTileN) / 2;
+  // What a consumer must know before it starts, in one word.
+  struct Shape {
+    uint32_t word;
+    __device__ __forceinline__ int steps() const { return static_cast<int>(word & 0xffff); }
+    __device__ __forceinline__ bool low_half_only() const { return word >> 16 & 1; }  // of rows
+    __device__ __forceinline__ bool narrow() const { return word >> 17 & 1; }  // half of kTileN
+    __device__ __forceinline__ bool stop() const { return word >> 18 & 1; }
+  };
+  __device__ __forceinline__ Shape shape_of() const {
+    const int whole = kind == TaskKind::gate_up ? kHalfN : kTileN;
+    return {static_cast<uint32_t>(steps) | uint32_t{rows <= kHalfM} << 16 |
+            uint32_t{cols <= whole / 2} << 17 | uint32_t{kind == TaskKind::stop} << 18};
   }
 };
 static_assert(sizeof(TileTask) == 48);
@@ -94,6 +103,7 @@ struct TileShared {
   Staging staging[kConsumerWarps];
   uint64_t row_destination[kConsumerWarps][kHalfM / 4];  // of the pending down tile
   TileTask task[kTaskSlots];
+  TileTask::Shape shape[kTaskSlots];
   ptx::Mbarrier full[kStages], empty[kStages];
   ptx::Mbarrier task_full[kTaskSlots], task_done[kTaskSlots], task_empty[kTaskSlots];
   ptx::Mbarrier draw;

@@ -12,15 +12,24 @@
 namespace mok::cuda::ptx {
 
 // A K-major operand of 64 bf16 (128 bytes) a row with the 128-byte swizzle, as a tensor load
-// writes it: groups of 8 rows are 1024 bytes apart. Advance by kWgmmaStepK for the next 16 of K.
-inline constexpr uint64_t kWgmmaStepK = 32 >> 4;
+// writes it: groups of 8 rows are 1024 bytes apart. Only the low word depends on the address.
+struct Operand {
+  uint32_t low;
 
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
-  constexpr uint64_t kLeadingUnused = uint64_t{1} << 16;
-  return kSwizzle128 | kGroupStride | kLeadingUnused | ((shared_address & 0x3ffff) >> 4);
-}
+  __device__ __forceinline__ explicit Operand(uint32_t shared_address)
+      : low((shared_address & 0x3ffff) >> 4 | 1u << 16) {}
+
+  // From element k of each row on; k is a multiple of 16.
+  __device__ __forceinline__ uint64_t at(int k) const {
+    constexpr uint32_t kSwizzle128 = 1u << 30;
+    constexpr uint32_t kGroupStride = 1024 >> 4;
+    uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};"
+        : "=l"(descriptor)
+        : "r"(low + k * 2 / 16), "r"(kSwizzle128 | kGroupStride));
+    return descriptor;
+  }
+};
 
 // Before the first wgmma of a group, after registers it reads or writes were touched.
 __device__ __forceinline__ void wgmma_fence() {

@@ -1,0 +1,417 @@
+// The schedule, built by the blocks of a rank before they take up their roles.
+//
+//   tickets   publish x 16   ids of own tokens -> symmetric memory, as int32
+//             announce       header and `arrived` flag to every rank       after all publish
+//             count x 32     rows of each local expert in a chunk of slots after all ranks arrived
+//             layout         first row of each expert, tile table          after all count
+//             place x 32     slot <-> row, in slot order                   after layout
+//             list x 32      fetch lists of the minibatches                after all place
+//             phases         the two queues                                after all list
+//
+// All threads of a block work on one ticket; a ticket waits for earlier ones only, so one resident
+// block is enough. Shared memory is scratch here.
+#pragma once
+
+#include "cuda/tile_types.cuh"
+#include "cuda/wait.cuh"
+
+namespace mok::cuda {
+
+struct ScheduleShared {
+  int32_t ticket;
+  int32_t go;
+  int32_t warp_sum[kThreads / kWarp];
+  int32_t source_count[kMaxRanks];
+  int32_t warp_source[kThreads / kWarp][kMaxRanks];
+  plan::Plan plan;
+  alignas(16) int32_t scratch[(kThreads / kWarp) * kMaxExperts];
+};
+
+class ScheduleBuilder {
+ public:
+  __device__ ScheduleBuilder(const RankState& rank, const Waiter& waiter, ScheduleShared& shared)
+      : rank_(rank), wait_(waiter), shared_(shared) {}
+
+  // Returns when the plan is complete in rank.tables; false after an abort.
+  __device__ bool run() {
+    constexpr int kAnnounce = kPublishTasks;
+    constexpr int kCount = kAnnounce + 1;
+    constexpr int kLayout = kCount + kScheduleChunks;
+    constexpr int kPlace = kLayout + 1;
+    constexpr int kList = kPlace + kScheduleChunks;
+    constexpr int kPhases = kList + kFetchListTasks;
+    Tickets* t = rank_.tickets;
+    while (true) {
+      __syncthreads();
+      if (threadIdx.x == 0) shared_.ticket = static_cast<int32_t>(atomicAdd(&t->schedule, 1));
+      __syncthreads();
+      const int i = shared_.ticket;
+      if (i < kAnnounce) {
+        publish(i);
+        done(&t->published);
+      } else if (i < kCount) {
+        if (!after(&t->published, kPublishTasks)) return false;
+        announce();
+      } else if (i < kLayout) {
+        if (!all_arrived()) return false;
+        count(i - kCount);
+        done(&t->counted);
+      } else if (i < kPlace) {
+        if (!after(&t->counted, kScheduleChunks)) return false;
+        lay_out();
+        done(&t->laid_out);
+      } else if (i < kList) {
+        if (!after(&t->laid_out, 1)) return false;
+        place(i - kPlace);
+        done(&t->placed);
+      } else if (i < kPhases) {
+        if (!after(&t->placed, kScheduleChunks)) return false;
+        load_plan();
+        for (int m = i - kList; m < shared_.plan.s.minibatches; m += kFetchListTasks) list(m);
+        done(&t->listed);
+      } else if (i == kPhases) {
+        if (!after(&t->listed, kFetchListTasks)) return false;
+        load_plan();
+        build_queues();
+        done(&t->planned);
+      } else {
+        return after(&t->planned, 1);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kWarps = kThreads / kWarp;
+  __device__ const plan::Geometry& g() const { return rank_.g; }
+  __device__ int lane() const { return threadIdx.x % kWarp; }
+  __device__ int warp() const { return threadIdx.x / kWarp; }
+
+  __device__ bool after(const uint32_t* word, uint32_t target) {
+    if (threadIdx.x == 0) {
+      shared_.go = wait_.until([&] { return int64_t{ptx::load_acquire_gpu(word)}; }, target,
+                               rank_.progress_ns, ErrorRecord::schedule, -1,
+                               static_cast<int32_t>(word - &rank_.tickets->schedule));
+    }
+    __syncthreads();
+    return shared_.go != 0;
+  }
+
+  // Counts the ticket in: the whole block's writes come before.
+  __device__ void done(uint32_t* word) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::fence_gpu();
+      ptx::add_release_gpu(word, 1);
+    }
+  }
+
+  __device__ void publish(int task) {
+    const int64_t n = int64_t{g().own_tokens()} * g().topk;
+    const int64_t begin = n * task / kPublishTasks, end = n * (task + 1) / kPublishTasks;
+    int32_t* out = rank_.at<int32_t>(plan::Buffer::ids, g().rank);
+    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+      if (rank_.ids_are_64) {
+        const int64_t id = static_cast<const int64_t*>(rank_.ids)[i];
+        const bool fits = id >= INT32_MIN && id <= INT32_MAX;
+        out[i] = fits ? static_cast<int32_t>(id) : INT32_MIN;
+      } else {
+        out[i] = static_cast<const int32_t*>(rank_.ids)[i];
+      }
+    }
+  }
+
+  __device__ void announce() {
+    if (threadIdx.x != 0) return;
+    for (int r = 0; r < g().ranks; ++r) {
+      Control::Header& header = rank_.control(r)->from[g().rank];
+      header.tag = rank_.tag;
+      header.tokens = g().own_tokens();
+    }
+    wait_.raise(plan::Counter::arrived);
+  }
+
+  __device__ bool all_arrived() {
+    const int r = threadIdx.x;
+    bool here = true;
+    if (r < g().ranks) {
+      here = wait_.flag(plan::Counter::arrived, r, -1);
+      if (here && rank_.control(g().rank)->from[r].tag != rank_.tag) {
+        wait_.fail(ErrorRecord::disagreement, -1, r, 0, 0);
+        here = false;
+      }
+    }
+    return __syncthreads_and(here);
+  }
+
+  __device__ int chunk_slots() const {
+    const int64_t per_warp_round = kThreads;
+    const int64_t per_chunk = plan::ceil_div<int64_t>(g().slots(), kScheduleChunks);
+    return static_cast<int>(plan::ceil_div(per_chunk, per_warp_round) * per_warp_round);
+  }
+
+  __device__ void count(int chunk) {
+    int32_t* hist = shared_.scratch;
+    const int experts = g().experts_local();
+    for (int e = threadIdx.x; e < experts; e += kThreads) hist[e] = 0;
+    __syncthreads();
+    const int64_t begin = int64_t{chunk} * chunk_slots();
+    const int64_t end = min(begin + chunk_slots(), g().slots());
+    const int per_rank = g().max_tokens * g().topk;
+    for (int64_t slot = begin + threadIdx.x; slot < end; slot += kThreads) {
+      const int src = static_cast<int>(slot / per_rank);
+      const int index = static_cast<int>(slot % per_rank);
+      const int tokens = rank_.control(g().rank)->from[src].tokens;
+      int32_t id = -1;
+      if (index < tokens * g().topk) id = rank_.at<int32_t>(plan::Buffer::ids, src)[index];
+      if (id < -1 || id >= g().experts) atomicMax(&rank_.tickets->bad_id, ~uint32_t(slot));
+      const int expert = id - g().first_expert();
+      const bool local = id >= 0 && expert >= 0 && expert < experts;
+      rank_.tables.slot_row[slot] = local ? expert : -1;  // a local copy for `place`
+      if (local) atomicAdd(&hist[expert], 1);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += kThreads) {
+      rank_.tables.chunk_count[chunk * experts + e] = hist[e];
+    }
+  }
+
+  // Exclusive sum over the block's threads; `total` is the sum.
+  __device__ int32_t scan(int32_t value, int32_t* total) {
+    int32_t sum = value;
+    for (int d = 1; d < kWarp; d *= 2) {
+      const int32_t below = __shfl_up_sync(~0u, sum, d);
+      if (lane() >= d) sum += below;
+    }
+    __syncthreads();
+    if (lane() == kWarp - 1) shared_.warp_sum[warp()] = sum;
+    __syncthreads();
+    int32_t before = 0, all = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp()) before += shared_.warp_sum[w];
+      all += shared_.warp_sum[w];
+    }
+    *total = all;
+    return before + sum - value;
+  }
+
+  __device__ void lay_out() {
+    const int experts = g().experts_local();
+    const bool bad = rank_.tickets->bad_id != 0;  // then nothing is computed: y becomes NaN
+    int32_t* rows = shared_.scratch;                      // [experts]
+    int32_t* first_tile = shared_.scratch + kMaxExperts;  // [experts + 1]
+    int32_t tiles = 0, real = 0;
+    for (int base = 0; base < experts; base += kThreads) {
+      const int e = base + threadIdx.x;
+      int32_t sum = 0;
+      if (e < experts) {
+        for (int c = 0; c < kScheduleChunks; ++c) {
+          int32_t* entry = &rank_.tables.chunk_count[c * experts + e];
+          const int32_t n = bad ? 0 : *entry;
+          *entry = sum;
+          sum += n;
+        }
+        rows[e] = sum;
+      }
+      int32_t total_tiles, total_rows;
+      const int32_t before = scan(plan::ceil_div(sum, plan::kTileRows), &total_tiles);
+      scan(sum, &total_rows);
+      if (e < experts) {
+        first_tile[e] = tiles + before;
+        rank_.tables.expert_begin[e] = (tiles + before) * plan::kTileRows;
+        rank_.tables.expert_rows[e] = sum;
+      }
+      tiles += total_tiles;
+      real += total_rows;
+    }
+    if (threadIdx.x == 0) {
+      if (bad) report_bad_id();
+      first_tile[experts] = tiles;
+      rank_.tables.expert_begin[experts] = tiles * plan::kTileRows;
+      write_plan(tiles, real);
+    }
+    __syncthreads();
+    const int per_minibatch = g().minibatch_tiles;
+    for (int t = threadIdx.x; t < tiles; t += kThreads) {
+      int low = 0, high = experts;  // last expert whose first tile is <= t, empty ones excluded
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (first_tile[middle] <= t) {
+          low = middle;
+        } else {
+          high = middle;
+        }
+      }
+      const int left = rows[low] - (t - first_tile[low]) * plan::kTileRows;
+      const int m = t / per_minibatch;
+      const int begin = max(first_tile[low], m * per_minibatch);
+      const int end = min(first_tile[low + 1], (m + 1) * per_minibatch);
+      plan::Tile tile;
+      tile.expert = low;
+      tile.rows = min(left, plan::kTileRows);
+      tile.slice_begin = begin;
+      tile.slice_tiles = end - begin;
+      rank_.tables.tile[t] = tile;
+      for (int r = tile.rows; r < plan::kTileRows; ++r) {
+        rank_.tables.row_slot[t * plan::kTileRows + r] = -1;
+        rank_.tables.row_destination[t * plan::kTileRows + r] = 0;
+      }
+    }
+  }
+
+  // The call goes on without rows; the host finds the record after it.
+  __device__ void report_bad_id() {
+    const auto slot = static_cast<int32_t>(~rank_.tickets->bad_id);
+    const int src = g().slot_rank(slot);
+    volatile ErrorRecord* out = rank_.record;
+    out->rank = g().rank;
+    out->entry = slot;
+    out->seen = rank_.at<int32_t>(plan::Buffer::ids, src)[g().owner_index(slot)];
+    ptx::fence_system();
+    out->kind = ErrorRecord::bad_id;
+  }
+
+  __device__ void write_plan(int tiles, int real) {
+    plan::Plan p;
+    p.g = g();
+    for (int r = 0; r < g().ranks; ++r) p.g.tokens[r] = rank_.control(g().rank)->from[r].tokens;
+    p.s.tiles = tiles;
+    p.s.minibatches = max(1, plan::ceil_div(tiles, g().minibatch_tiles));
+    p.s.windows = max(1, plan::ceil_div(tiles, g().window_tiles(tiles)));
+    p.s.real_rows = real;
+    p.s.expert_begin = rank_.tables.expert_begin;
+    p.s.expert_rows = rank_.tables.expert_rows;
+    p.s.row_slot = rank_.tables.row_slot;
+    p.s.slot_row = rank_.tables.slot_row;
+    p.s.tile = rank_.tables.tile;
+    p.s.fetch_row = rank_.tables.fetch_row;
+    p.s.fetch_count = rank_.tables.fetch_count;
+    p.compute = rank_.tables.compute;
+    p.communication = rank_.tables.communication;
+    *rank_.tables.plan = p;
+  }
+
+  __device__ void load_plan() {
+    static_assert(sizeof(plan::Plan) % 4 == 0);
+    constexpr int kWords = sizeof(plan::Plan) / 4;
+    const auto* from = reinterpret_cast<const volatile uint32_t*>(rank_.tables.plan);
+    auto* to = reinterpret_cast<uint32_t*>(&shared_.plan);
+    for (int i = threadIdx.x; i < kWords; i += kThreads) to[i] = from[i];
+    __syncthreads();
+  }
+
+  // Each warp owns a contiguous part of the chunk, so slot order is (warp, round, lane).
+  __device__ void place(int chunk) {
+    const int experts = g().experts_local();
+    int32_t* mine = shared_.scratch + warp() * experts;
+    for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) shared_.scratch[i] = 0;
+    __syncthreads();
+    const int per_warp = chunk_slots() / kWarps;
+    const int64_t begin = int64_t{chunk} * chunk_slots() + int64_t{warp()} * per_warp;
+    const int64_t end = min(begin + per_warp, g().slots());
+    for (int64_t slot = begin + lane(); slot < end; slot += kWarp) {
+      const int32_t expert = rank_.tables.slot_row[slot];
+      if (expert >= 0) atomicAdd(&mine[expert], 1);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += kThreads) {
+      int32_t row = rank_.tables.expert_begin[e] + rank_.tables.chunk_count[chunk * experts + e];
+      for (int w = 0; w < kWarps; ++w) {
+        const int32_t n = shared_.scratch[w * experts + e];
+        shared_.scratch[w * experts + e] = row;
+        row += n;
+      }
+    }
+    __syncthreads();
+    const bool bad = rank_.tickets->bad_id != 0;
+    const int64_t row_bytes = int64_t{g().hidden} * 2;
+    for (int64_t base = begin; base < end; base += kWarp) {
+      const int64_t slot = base + lane();
+      const int32_t expert = slot < end ? rank_.tables.slot_row[slot] : -1;
+      const uint32_t same = __match_any_sync(~0u, expert);
+      const int before = __popc(same & ((1u << lane()) - 1));
+      int32_t row = -1;
+      if (expert >= 0) row = mine[expert] + before;
+      __syncwarp();
+      if (expert >= 0 && before == 0) mine[expert] += __popc(same);
+      __syncwarp();
+      if (slot >= end) continue;
+      rank_.tables.slot_row[slot] = bad ? -1 : row;
+      if (row < 0 || bad) continue;
+      rank_.tables.row_slot[row] = static_cast<int32_t>(slot);
+      const int src = g().slot_rank(static_cast<int32_t>(slot));
+      rank_.tables.row_destination[row] =
+          reinterpret_cast<uint64_t>(rank_.at<uint8_t>(plan::Buffer::returned_rows, src)) +
+          g().owner_index(static_cast<int32_t>(slot)) * row_bytes;
+    }
+  }
+
+  // First pass: number the fetched rows of each source in row order. Second: their positions.
+  __device__ void list(int m) {
+    const plan::Plan& p = shared_.plan;
+    const int first = plan::minibatch_begin(p, m) * plan::kTileRows;
+    const int rows = plan::minibatch_tiles(p, m) * plan::kTileRows;
+    __syncthreads();
+    if (threadIdx.x < kMaxRanks) shared_.source_count[threadIdx.x] = 0;
+    for (int base = 0; base < rows; base += kThreads) {
+      __syncthreads();
+      const int i = base + threadIdx.x;
+      const bool fetched = i < rows && plan::is_fetched(p.g, p.s, first + i);
+      const int src = fetched ? p.g.slot_rank(p.s.row_slot[first + i]) : -1;
+      const uint32_t same = __match_any_sync(~0u, src);
+      const int before = __popc(same & ((1u << lane()) - 1));
+      if (lane() < kMaxRanks) shared_.warp_source[warp()][lane()] = 0;
+      __syncwarp();
+      if (src >= 0 && before == 0) shared_.warp_source[warp()][src] = __popc(same);
+      __syncthreads();
+      int number = before;
+      if (src >= 0) {
+        number += shared_.source_count[src];
+        for (int w = 0; w < warp(); ++w) number += shared_.warp_source[w][src];
+      }
+      __syncthreads();
+      if (threadIdx.x < kMaxRanks) {
+        for (int w = 0; w < kWarps; ++w) {
+          shared_.source_count[threadIdx.x] += shared_.warp_source[w][threadIdx.x];
+        }
+      }
+      if (i < rows) shared_.scratch[i] = src >= 0 ? number * kMaxRanks + src : -1;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows; i += kThreads) {
+      const int32_t entry = shared_.scratch[i];
+      if (entry < 0) continue;
+      const int32_t position = plan::fetch_position(p.g, shared_.source_count,
+                                                    entry % kMaxRanks, entry / kMaxRanks);
+      rank_.tables.fetch_row[first + position] = first + i;
+    }
+    if (threadIdx.x == 0) {
+      int32_t all = 0;
+      for (int r = 0; r < p.g.ranks; ++r) all += shared_.source_count[r];
+      rank_.tables.fetch_count[m] = all;
+    }
+  }
+
+  __device__ void build_queues() {
+    plan::Plan& p = shared_.plan;
+    int32_t* counts = shared_.scratch;  // close at hand: the phases are made one after another
+    for (int m = threadIdx.x; m < p.s.minibatches; m += kThreads) {
+      counts[m] = reinterpret_cast<const volatile int32_t*>(rank_.tables.fetch_count)[m];
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) p.s.fetch_count = counts;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      rank_.tables.plan->compute_phases =
+          plan::build_phases(p, plan::Queue::compute, rank_.tables.compute);
+    } else if (threadIdx.x == kWarp) {
+      rank_.tables.plan->communication_phases =
+          plan::build_phases(p, plan::Queue::communication, rank_.tables.communication);
+    }
+  }
+
+  const RankState& rank_;
+  const Waiter& wait_;
+  ScheduleShared& shared_;
+};
+
+}  // namespace mok::cuda
