@@ -149,19 +149,23 @@ std::optional<Failure> Control::find_failure(int64_t call, bool look_closely) co
 }
 
 template <class Ready>
-std::optional<Failure> Control::wait_for_peers(int64_t call, const std::string& what,
-                                               Ready&& ready) {
-  const Clock::time_point start = Clock::now();
-  const double limit = group_.options().arrival_seconds;
+std::optional<Failure> Control::wait_for_peers(int64_t call, const std::string& what, double limit,
+                                               bool by_progress, Ready&& ready) {
+  Clock::time_point start = Clock::now();
+  int64_t progress = -1;
   for (int r = 0; r < group_.ranks(); ++r) {
     symmetric::Backoff backoff;
-    Clock::time_point looked = start;
+    Clock::time_point looked = Clock::now();
     while (!ready(r)) {
       backoff.pause();
       if (!backoff.slept()) continue;
       const bool closely = seconds_since(looked) > 0.02;
       if (closely) looked = Clock::now();
       if (auto failure = find_failure(call, closely)) return failure;
+      if (by_progress && progress_of_all() != progress) {
+        progress = progress_of_all();
+        start = Clock::now();
+      }
       if (limit > 0 && seconds_since(start) > limit && !ready(r)) {
         return Failure{ErrorCode::deadline, group_.rank(),
                        rank_name(group_.rank()) + " waited " + symmetric::describe_seconds(limit) +
@@ -173,19 +177,30 @@ std::optional<Failure> Control::wait_for_peers(int64_t call, const std::string& 
 }
 
 std::optional<Failure> Control::wait_for_arrival(int64_t call, const char* direction) {
-  const std::string what = "arrive at call " + std::to_string(call) + " (" + direction +
-                           "): counter arrived, value seen below " + std::to_string(call) +
-                           ", awaited " + std::to_string(call);
-  auto failure =
-      wait_for_peers(call, what, [&](int r) { return flag(plan::Counter::arrived, r) >= call; });
+  const std::string number = std::to_string(call);
+  const std::string what = "arrive at call " + number + " (" + direction +
+                           "): counter arrived, value seen below " + number + ", awaited " + number;
+  auto failure = wait_for_peers(call, what, group_.options().arrival_seconds, false,
+                                [&](int r) { return flag(plan::Counter::arrived, r) >= call; });
   // A rank that has gone past this call has failed it.
   return failure ? failure : find_failure(call, false);
 }
 
-std::optional<Failure> Control::wait_for_leaving(int64_t call) {
+std::optional<Failure> Control::wait_for_completion(int64_t call, const char* direction) {
+  const auto& own = block(group_.rank());
+  // Holds back a little: a peer that is stuck itself says more precisely where.
   return wait_for_peers(
-      call + 1, "leave call " + std::to_string(call) + ", which failed",
-      [&](int r) { return block(group_.rank()).left[r].load(std::memory_order_acquire) >= call; });
+      call, "complete call " + std::to_string(call) + " (" + direction + "), without progress",
+      1.4 * group_.options().progress_seconds, true, [&](int r) {
+        return r == group_.rank() || own.completed[r].load(std::memory_order_acquire) >= call;
+      });
+}
+
+std::optional<Failure> Control::wait_for_leaving(int64_t call) {
+  const auto& own = block(group_.rank());
+  return wait_for_peers(call + 1, "leave call " + std::to_string(call) + ", which failed",
+                        group_.options().arrival_seconds, false,
+                        [&](int r) { return own.left[r].load(std::memory_order_acquire) >= call; });
 }
 
 }  // namespace mok::cpu

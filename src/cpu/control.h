@@ -14,6 +14,9 @@
 // the arrival of all at n + 1, before which nobody runs a task, it keeps a late rank's writes out
 // of live buffers. After a completed call no such wait is needed: the plan's last flags say the
 // same.
+//
+// A rank that has run all its tasks of call n stays until all ranks have completed n, so that a
+// call fails on every rank or on none, and ranks never disagree about which call comes next.
 #pragma once
 
 #include <atomic>
@@ -72,8 +75,9 @@ class Control {
   // `look_closely`: ask the system, too, whether peers live.
   std::optional<Failure> find_failure(int64_t call, bool look_closely) const;
 
-  // Waits until every rank has arrived at / left the call.
+  // Waits until every rank has arrived at / completed / left the call.
   std::optional<Failure> wait_for_arrival(int64_t call, const char* direction);
+  std::optional<Failure> wait_for_completion(int64_t call, const char* direction);
   std::optional<Failure> wait_for_leaving(int64_t call);
 
  private:
@@ -97,8 +101,10 @@ class Control {
   Block& block(int rank) const { return *blocks_[rank]; }
   std::atomic<int64_t>& flag_at(int rank, plan::Counter flag, int source) const;
   Failure read_record(int rank, int64_t call) const;
+  // `limit` seconds; counted from the last progress of any rank when `by_progress`.
   template <class Ready>
-  std::optional<Failure> wait_for_peers(int64_t call, const std::string& what, Ready&& ready);
+  std::optional<Failure> wait_for_peers(int64_t call, const std::string& what, double limit,
+                                        bool by_progress, Ready&& ready);
 
   Group& group_;
   Block* blocks_[kMaxRanks] = {};

@@ -252,7 +252,9 @@ struct Workspace::Impl {
                            plan::saved_minibatches(call.plan) < call.plan.s.minibatches;
     call.fetch_x = direction == Direction::forward || g.wanted.d_gate || g.wanted.d_up || recompute;
     if (recompute && layout.bytes[static_cast<int>(Buffer::ring_gate)] == 0) use_spare(call);
-    return executor->run(call);
+    if (auto failure = executor->run(call)) return failure;
+    control->complete(call_number);
+    return control->wait_for_completion(call_number, name(direction));
   }
 
   std::byte* address(Buffer b, int rank) const {
@@ -343,11 +345,7 @@ struct Workspace::Impl {
   }
 
   void finish(const std::optional<Failure>& failure) {
-    if (failure) {
-      control->post_failure(call_number, *failure);
-    } else {
-      control->complete(call_number);
-    }
+    if (failure) control->post_failure(call_number, *failure);
     control->leave(call_number);
     last_failed = failure.has_value();
   }
