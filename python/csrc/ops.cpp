@@ -77,6 +77,21 @@ int64_t hash_ids(const void* ids, IdType type, int64_t count) {
   return type == IdType::int64 ? hash_ids<int64_t>(ids, count) : hash_ids<int32_t>(ids, count);
 }
 
+// What forward keeps, in the order of the operators.
+using SavedTensors = std::array<Tensor, 5>;
+
+Saved kept_rows(const SavedTensors& t, const Sizes& s) {
+  Saved saved;
+  saved.gate = data(t[0]);
+  saved.up = data(t[1]);
+  if (s.shared > 0) {
+    saved.shared_gate = data(t[2]);
+    saved.shared_up = data(t[3]);
+  }
+  if (s.shared_gate) saved.shared_out = data(t[4]);
+  return saved;
+}
+
 // ---- forward ---------------------------------------------------------------------------------
 
 constexpr const char* kForwardSchema =
@@ -121,8 +136,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     *static_cast<int64_t*>(hash.mutable_data_ptr()) =
         hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk);
     if (saved_rows > 0) {
-      args.saved = {data(saved_gate), data(saved_up), data(saved_shared_gate),
-                    data(saved_shared_up), data(saved_shared_out)};
+      args.saved = kept_rows(
+          {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out}, s);
     }
     args.y = {data(y), s.hidden};
 
@@ -222,7 +237,7 @@ struct WeightGradients {
 
 Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tensor& x,
                         const Tensor& topk_ids, const Tensor& topk_weights, const Weights& weights,
-                        const Tensor& hash, const std::array<Tensor, 5>& saved, int64_t workspace,
+                        const Tensor& hash, const SavedTensors& saved, int64_t workspace,
                         int64_t layout, int64_t needs) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
@@ -281,7 +296,7 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
       check("saved_shared_gate", saved[2], {args.tokens, s.shared}, s.type);
       check("saved_shared_up", saved[3], {args.tokens, s.shared}, s.type);
       check("saved_shared_out", saved[4], {s.shared_gate ? args.tokens : 0, s.hidden}, s.type);
-      args.saved = {data(saved[0]), data(saved[1]), data(saved[2]), data(saved[3]), data(saved[4])};
+      args.saved = kept_rows(saved, s);
     }
     reached_core = true;
     core.backward(args);

@@ -50,6 +50,8 @@ def _backward(ctx, d_y, *_):
         ctx.layout, needs,
     )  # fmt: skip
     if any(main_grad is not None for main_grad in ctx.main_grads):
+        if torch.is_grad_enabled():  # create_graph=True
+            _no_second_derivative()
         grads = torch.ops.mok.backward_accumulate(*operands, *ctx.main_grads)
         delivered = [True, True, *(main_grad is None for main_grad in ctx.main_grads)]
     else:
@@ -62,7 +64,12 @@ def _backward(ctx, d_y, *_):
     return (d_x, None, d_topk_weights, *d_weights, *(None,) * 10)
 
 
+def _no_second_derivative(*_):
+    raise RuntimeError("mok: the layer has no second derivative (create_graph=True)")
+
+
 torch.library.register_autograd("mok::forward", _backward, setup_context=_setup_context)
+torch.library.register_autograd("mok::backward", _no_second_derivative)
 
 
 # ---- checks: the exception that fits, or None ------------------------------------------------
