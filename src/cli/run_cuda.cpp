@@ -1,8 +1,308 @@
-// Ranks on GPUs, one process.
+// Ranks on GPUs of one process: device tensors, launches, events.
 #include "cli/results.h"
 
+#ifdef MOK_WITH_CUDA
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <map>
+
+#include "cli/device_fill.h"
+#include "cli/rank_inputs.h"
+#include "mok/cuda.h"
+#include "problem/digest.h"
+
 namespace mok::cli {
-Outcome run_on_cuda(const Spec&, const Sets&, Progress&) {
-  throw Error(ErrorCode::unsupported, "this build has no CUDA executor");
+namespace {
+
+using problem::Problem;
+
+void check_cuda(cudaError_t error, const std::string& what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw Error(error == cudaErrorMemoryAllocation ? ErrorCode::out_of_memory : ErrorCode::internal,
+              what + ": " + cudaGetErrorString(error));
 }
+
+void use_gpu(int gpu) { check_cuda(cudaSetDevice(gpu), "GPU " + std::to_string(gpu)); }
+
+class GpuMemory {
+ public:
+  GpuMemory() = default;
+  GpuMemory(int gpu, int64_t bytes, const std::string& what) : gpu_(gpu), bytes_(bytes) {
+    if (bytes == 0) return;
+    use_gpu(gpu);
+    check_cuda(cudaMalloc(&data_, static_cast<size_t>(bytes)),
+               "GPU " + std::to_string(gpu) + ": " + std::to_string(bytes) + " bytes for " + what);
+  }
+  ~GpuMemory() {
+    if (data_ && cudaSetDevice(gpu_) == cudaSuccess) cudaFree(data_);
+  }
+  GpuMemory(GpuMemory&& other) noexcept { *this = std::move(other); }
+  GpuMemory& operator=(GpuMemory&& other) noexcept {
+    std::swap(gpu_, other.gpu_);
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  void* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  int gpu_ = 0;
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+struct Event {
+  cudaEvent_t handle = nullptr;
+  Event() { check_cuda(cudaEventCreate(&handle), "event"); }
+  ~Event() { cudaEventDestroy(handle); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+};
+
+struct Lane {  // a GPU's stream, and a pair of events for each call
+  int gpu = 0;
+  cudaStream_t stream = nullptr;
+  std::vector<std::unique_ptr<Event>> begin, end;
+
+  Lane(int device, int calls) : gpu(device) {
+    use_gpu(gpu);
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+    for (int i = 0; i < calls; ++i) {
+      begin.push_back(std::make_unique<Event>());
+      end.push_back(std::make_unique<Event>());
+    }
+  }
+  ~Lane() {
+    if (cudaSetDevice(gpu) != cudaSuccess) return;
+    begin.clear();
+    end.clear();
+    cudaStreamDestroy(stream);
+  }
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+};
+
+struct GpuTokens {  // of one problem
+  GpuMemory x, ids, topk_weights;
+};
+
+struct GpuRank {
+  std::vector<GpuTokens> tokens;
+  std::vector<GpuMemory> weights;  // in the order of weight_slices
+  GpuMemory y;
+  int64_t bytes() const {
+    int64_t sum = y.bytes();
+    for (const GpuTokens& t : tokens) sum += t.x.bytes() + t.ids.bytes() + t.topk_weights.bytes();
+    for (const GpuMemory& m : weights) sum += m.bytes();
+    return sum;
+  }
+};
+
+class CudaRun {
+ public:
+  CudaRun(const Spec& spec, const Sets& sets, Progress& progress)
+      : spec_(spec), sets_(sets), progress_(progress), calls_(spec.warm_up + spec.repeat) {
+    cuda::Options options;
+    options.workspace = spec.workspace;
+    options.deadlines = spec.deadlines;
+    options.comm_blocks = spec.comm_blocks;
+    options.sm_reserve = spec.sm_reserve;
+    workspace_ = std::make_unique<cuda::Workspace>(spec.shape, spec.gpus, options);
+    for (const int gpu : spec.gpus) {
+      if (!lanes_.contains(gpu)) lanes_.emplace(gpu, std::make_unique<Lane>(gpu, calls_));
+    }
+    for (int r = 0; r < spec.ranks(); ++r) {
+      make_rank(r);
+      progress_.show("inputs", r + 1, spec.ranks());
+    }
+    for (const auto& [gpu, lane] : lanes_) wait(*lane);
+  }
+
+  Outcome play() {
+    Outcome out;
+    for (int r = 0; r < spec_.ranks(); ++r) {
+      out.outputs.emplace_back();
+      out.outputs[r][static_cast<int>(Out::y)] = Memory(extent(spec_, r, Out::y).bytes());
+      out.memory_bytes.push_back(workspace_->memory_bytes(r));
+      out.tensor_bytes.push_back(ranks_[r].bytes());
+    }
+    std::vector<uint64_t> first;
+    for (int call = 0; call < calls_; ++call) {
+      if (spec_.compare_bits) poison();
+      launch(call);
+      if (spec_.compare_bits) {
+        workspace_->synchronize();
+        fetch(out);
+        compare_bits(call, first, out);
+        progress_.show("layer", call + 1, calls_);
+      }
+    }
+    workspace_->synchronize();
+    if (!spec_.compare_bits) fetch(out);
+    for (int call = spec_.warm_up; call < calls_; ++call) out.forward_ms.push_back(time(call));
+    return out;
+  }
+
+ private:
+  Lane& lane(int rank) const { return *lanes_.at(spec_.gpus[rank]); }
+
+  void wait(const Lane& l) const {
+    use_gpu(l.gpu);
+    check_cuda(cudaStreamSynchronize(l.stream), "inputs");
+  }
+
+  GpuMemory slice(int rank, const Problem& problem, const Slice& s, const char* what) {
+    GpuMemory memory(spec_.gpus[rank], slice_bytes(problem, s, Precision::bf16), what);
+    if (memory.bytes() == 0) return memory;
+    check_cuda(static_cast<cudaError_t>(fill_on_device(problem, s.tensor, s.begin, s.end,
+                                                       memory.data(), lane(rank).stream)),
+               what);
+    return memory;
+  }
+
+  GpuMemory copy(int rank, const Memory& from, const char* what) {
+    GpuMemory memory(spec_.gpus[rank], from.bytes(), what);
+    if (from.bytes() == 0) return memory;
+    check_cuda(cudaMemcpy(memory.data(), from.data(), static_cast<size_t>(from.bytes()),
+                          cudaMemcpyHostToDevice),
+               what);
+    return memory;
+  }
+
+  void make_rank(int r) {
+    use_gpu(spec_.gpus[r]);
+    GpuRank rank;
+    for (const Slice& s : weight_slices(spec_, r)) {
+      rank.weights.push_back(slice(r, *sets_[0], s, "weights"));
+    }
+    for (const Problem* problem : sets_) {
+      GpuTokens t;
+      t.x = slice(r, *problem, token_slices(spec_, r)[0], "x");
+      const int64_t begin = spec_.first_token(r), end = begin + spec_.tokens[r];
+      const int64_t slots = spec_.tokens[r] * spec_.shape.topk;
+      const Memory ids(slots * 8), weights(slots * 4);
+      problem->fill_topk_ids(begin, end, ids.as<int64_t>());
+      problem->fill_topk_weights(begin, end, weights.as<float>());
+      t.ids = copy(r, ids, "topk_ids");
+      t.topk_weights = copy(r, weights, "topk_weights");
+      rank.tokens.push_back(std::move(t));
+    }
+    rank.y = GpuMemory(spec_.gpus[r], extent(spec_, r, Out::y).bytes(), "y");
+    ranks_.push_back(std::move(rank));
+  }
+
+  ForwardArgs arguments(int r, int call) const {
+    const LayerShape& s = spec_.shape;
+    const GpuRank& rank = ranks_[r];
+    const GpuTokens& t = rank.tokens[call % rank.tokens.size()];
+    const int64_t h = s.hidden, i = s.intermediate;
+    ForwardArgs a;
+    a.tokens = spec_.tokens[r];
+    a.x = {t.x.data(), h};
+    a.topk_ids = t.ids.data();
+    a.topk_weights = t.topk_weights.data();
+    a.weights.gate = {rank.weights[0].data(), i * h, h};
+    a.weights.up = {rank.weights[1].data(), i * h, h};
+    a.weights.down = {rank.weights[2].data(), h * i, i};
+    a.weights.shared_gate_proj = {rank.weights[3].data(), h};
+    a.weights.shared_up_proj = {rank.weights[4].data(), h};
+    a.weights.shared_down_proj = {rank.weights[5].data(), s.shared_intermediate};
+    a.weights.shared_gate_vector = rank.weights[6].data();
+    a.y = {rank.y.data(), h};
+    return a;
+  }
+
+  void poison() {
+    for (int r = 0; r < spec_.ranks(); ++r) {
+      const GpuMemory& y = ranks_[r].y;
+      if (y.bytes() == 0) continue;
+      use_gpu(spec_.gpus[r]);
+      check_cuda(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(y.bytes()), lane(r).stream),
+                 "y");
+    }
+  }
+
+  void launch(int call) {
+    std::vector<ForwardArgs> args;
+    std::vector<void*> streams;
+    for (int r = 0; r < spec_.ranks(); ++r) {
+      args.push_back(arguments(r, call));
+      streams.push_back(lane(r).stream);
+    }
+    for (const auto& [gpu, l] : lanes_) record(*l, *l->begin[call]);
+    workspace_->forward(args, streams);
+    for (const auto& [gpu, l] : lanes_) record(*l, *l->end[call]);
+  }
+
+  static void record(const Lane& l, const Event& event) {
+    use_gpu(l.gpu);
+    check_cuda(cudaEventRecord(event.handle, l.stream), "event");
+  }
+
+  double time(int call) const {  // of the slowest GPU
+    float slowest = 0;
+    for (const auto& [gpu, l] : lanes_) {
+      use_gpu(gpu);
+      float ms = 0;
+      check_cuda(cudaEventElapsedTime(&ms, l->begin[call]->handle, l->end[call]->handle), "event");
+      slowest = std::max(slowest, ms);
+    }
+    return slowest;
+  }
+
+  void fetch(Outcome& out) const {
+    for (int r = 0; r < spec_.ranks(); ++r) {
+      const GpuMemory& y = ranks_[r].y;
+      if (y.bytes() == 0) continue;
+      use_gpu(spec_.gpus[r]);
+      check_cuda(cudaMemcpy(out.outputs[r][static_cast<int>(Out::y)].data(), y.data(),
+                            static_cast<size_t>(y.bytes()), cudaMemcpyDeviceToHost),
+                 "y");
+    }
+  }
+
+  void compare_bits(int call, std::vector<uint64_t>& first, Outcome& out) const {
+    for (int r = 0; r < spec_.ranks(); ++r) {
+      problem::Digest digest;
+      const Memory& y = out.outputs[r][static_cast<int>(Out::y)];
+      digest.add(y.data(), static_cast<size_t>(y.bytes()));
+      if (call == 0) first.push_back(digest.value());
+      if (digest.value() != first[r] && out.changed.empty()) {
+        out.changed = "repeat " + std::to_string(call + 1) +
+                      " gave other bits than the first: y of rank " + std::to_string(r);
+      }
+    }
+  }
+
+  const Spec& spec_;
+  const Sets& sets_;
+  Progress& progress_;
+  const int calls_;
+  std::map<int, std::unique_ptr<Lane>> lanes_;
+  std::vector<GpuRank> ranks_;
+  std::unique_ptr<cuda::Workspace> workspace_;  // goes first: it waits for its calls
+};
+
+}  // namespace
+
+Outcome run_on_cuda(const Spec& spec, const Sets& sets, Progress& progress) {
+  return CudaRun(spec, sets, progress).play();
+}
+
 }  // namespace mok::cli
+
+#else
+
+namespace mok::cli {
+
+Outcome run_on_cuda(const Spec&, const Sets&, Progress&) {
+  throw Error(ErrorCode::unsupported, "--device cuda: this build has no CUDA executor");
+}
+
+}  // namespace mok::cli
+
+#endif

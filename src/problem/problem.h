@@ -40,9 +40,11 @@ class Problem {
 
   const LayerShape& shape() const { return shape_; }
   int64_t tokens() const { return tokens_; }  // G
+  uint64_t seed() const { return seed_; }
 
   int64_t leading(Tensor t) const;       // G, E, I_s, H or 1 (0 where there is no shared expert)
   int64_t row_elements(Tensor t) const;  // elements of one step of the leading dimension
+  double scale(Tensor t) const;          // standard deviation of the elements
 
   // Elements [begin, end) of the leading dimension, contiguous, in the storage type of `precision`
   // (numerics::bf16, float, double). Safe to call from several threads.
@@ -59,8 +61,6 @@ class Problem {
   void fill_topk_weights(int64_t begin, int64_t end, double* out) const;
 
  private:
-  double scale(Tensor t) const;
-
   LayerShape shape_;
   int64_t tokens_;
   uint64_t seed_;

@@ -47,12 +47,18 @@ class Stream {
   uint64_t key_;
 };
 
+// What turns a bell value into a normal one of standard deviation `scale`.
+template <class Acc>
+constexpr Acc normal_factor(double scale) {
+  constexpr double kSqrt3 = 1.7320508075688772;
+  return static_cast<Acc>(scale * kSqrt3 / 65536);
+}
+
 // out[j] = scale * normal(first + j). bf16 is the rounding of the fp32 value; fp64 has more digits.
 template <class T>
 void fill_normal(const Stream& stream, uint64_t first, int64_t n, double scale, T* out) {
   using S = numerics::Storage<T>;
-  constexpr double kSqrt3 = 1.7320508075688772;
-  const auto factor = static_cast<numerics::Acc<T>>(scale * kSqrt3 / 65536);
+  const auto factor = normal_factor<numerics::Acc<T>>(scale);
   constexpr int kChunk = 512;
   int32_t bell[kChunk];
   for (int64_t base = 0; base < n; base += kChunk) {
