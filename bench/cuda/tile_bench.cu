@@ -152,8 +152,8 @@ int tile_bench_launch(const TileBench* b, void* stream_pointer) {
                        nullptr};
   cudaMemsetAsync(b->control, 0, sizeof(Control), stream);
   cudaMemsetAsync(b->counters, 0, sizeof(uint32_t) * b->counter_count, stream);
-  cudaError_t error = cudaFuncSetAttribute(
-      tile_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(BenchShared));
+  cudaError_t error = cudaFuncSetAttribute(tile_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           sizeof(BenchShared));
   if (error != cudaSuccess) return error;
   tile_kernel<<<b->blocks, kThreads, sizeof(BenchShared), stream>>>(p, list, 2'000'000'000);
   return cudaGetLastError();

@@ -63,8 +63,8 @@ def make_tasks(tiles, H, I, save_rows, kinds=(GATE_UP, DOWN)):
             t["rows"], t["row0"], t["expert"] = tiles[mm, 2], tiles[mm, 1], expert
             t["col0"] = nn * width
             t["cols"] = np.minimum(width, size - nn * width)
+            t["save_row0"] = tiles[mm, 1]
             if kind == GATE_UP:
-                t["save_row0"] = tiles[mm, 1]
                 t["save_rows"] = np.clip(save_rows - tiles[mm, 1], 0, tiles[mm, 2])
                 t["done_counter"] = mm
             else:

@@ -1,16 +1,18 @@
-// Epilogue of a tile, cut into pieces that fit between the wgmma groups of the next tile.
+// Epilogue of a tile, cut into slots that run between the wgmma groups of the next tile.
 //
 // At a tile's end the fp32 accumulators become 64 registers of bf16 pairs (one rounding). Then 16
-// slots store them, 8 rows x 64 columns of each warp at a time: stmatrix into the warp's staging,
-// 16-byte loads, whole 128-byte lines to memory. Slot 4q + part, q = 2 * column group + row half:
+// slots store them, 8 rows x 64 columns of each warp at a time. Slot 4q + part, q = 2 * column
+// group + row half:
 //
 //   part 0      gate_up: gate (if kept)                            down: columns   0 .. 127
 //   part 1      gate_up: up (if kept)                              down: columns 128 .. 255
 //   part 2, 3   gate_up: hidden, computed in two halves            down: nothing
 //
-// A warpgroup has hardly any wgmma queued while it is in a slot (their issue blocks), so a slot
-// must be shorter than the other warpgroup's products of one step: addresses are ready before.
-// Slots use nothing outside their warp: warps need not agree on when they run.
+// The four lanes that share a row exchange words until each has 16 contiguous bytes. Shuffles, not
+// staging: two warpgroups' operands and the tensor loads fill the bandwidth of shared memory.
+// Hardly any wgmma is queued while a warpgroup is in a slot (their issue blocks), so slots are
+// short and find their addresses ready. They use nothing outside their warp: warps need not agree
+// on when they run.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -75,26 +77,23 @@ __device__ __forceinline__ uint32_t swiglu_pair(uint32_t g, uint32_t u, float li
   return ptx::pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
 }
 
-// One warp's pending tile.
+// One warp's pending tile: packed results and where they go.
 template <int kProducts>
 class PendingTile {
  public:
   PackedTile packed;
 
-  __device__ __forceinline__ PendingTile(TileShared& shared, const Products<kProducts>& products,
-                                         uint32_t warp)
-      : shared_(shared), products_(products), lane_(threadIdx.x % kWarp), warp_(warp) {}
+  __device__ __forceinline__ explicit PendingTile(const Products<kProducts>& products)
+      : products_(products), lane_(threadIdx.x % kWarp) {}
 
   // Before the last wait for products: finds the addresses, and for a down tile asks for the row
   // destinations, which are here when its first slot is due.
   __device__ __forceinline__ void prepare(const TileTask& task) {
     const Product& product = products_.product[task.product];
     const bool gate_up = task.kind == TaskKind::gate_up;
-    const int first_row = warp_ * 16;
-    const int lane_row = first_row + lane_ / 8;
-    flags_ = gate_up ? kGateUp : 0;
-    row_bytes_ = static_cast<uint32_t>(product.row_elements) * 2;
-    const int64_t column = (task.col0 + lane_ % 8 * 8) * 2;
+    const int row = (threadIdx.x - kWarpgroup) / kWarp * 16 + lane_ / 4;  // and 8 rows below
+    flags_ = (gate_up ? kGateUp : 0) | static_cast<uint32_t>(task.product) << kProductShift;
+    const uint32_t column = (task.col0 + lane_ % 4 * 8) * 2;
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       const bool low = group * kGroupN < task.cols;
@@ -105,35 +104,26 @@ class PendingTile {
       if (gate_up && low) flags_ |= kHidden << group;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (lane_row + 4 * i < task.rows) flags_ |= kRow << i;
-      if (lane_row + 4 * i < task.save_rows) flags_ |= kKeptRow << i;
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half < task.rows) flags_ |= kRow << half;
+      if (row + 8 * half < task.save_rows) flags_ |= kKeptRow << half;
     }
     if (gate_up) {
+      const uint32_t row_bytes = static_cast<uint32_t>(product.row_elements) * 2;
       first_ = reinterpret_cast<uint64_t>(product.hidden) + column +
-               uint64_t{row_bytes_} * (task.row0 + lane_row);
+               uint64_t{row_bytes} * (task.row0 + row);
       second_ = reinterpret_cast<uint64_t>(product.gate) + column +
-                uint64_t{row_bytes_} * (task.save_row0 + lane_row);
+                uint64_t{row_bytes} * (task.save_row0 + row);
+      bytes_ = row_bytes;
     } else {
-      first_ = column;
-      const int row = first_row + lane_;
-      second_ = 0;
-      if (lane_ < 16 && row < task.rows) {
-        second_ = ptx::load_relaxed_gpu(product.row_destination + task.row0 + row);
-      }
+      const uint64_t* table = product.row_destination + task.save_row0 + row;
+      first_ = flags_ & kRow ? ptx::load_relaxed_gpu(table) : 0;
+      second_ = flags_ & kRow << 1 ? ptx::load_relaxed_gpu(table + 8) : 0;
+      bytes_ = column;
     }
-    product_ = task.product;
   }
 
   __device__ __forceinline__ bool is_gate_up() const { return flags_ & kGateUp; }
-
-  // Before slot 0.
-  __device__ __forceinline__ void keep_destinations() {
-    if (!is_gate_up()) {
-      if (lane_ < 16) shared_.row_destination[warp_][lane_] = second_;
-      __syncwarp();
-    }
-  }
 
   template <int kSlot>
   __device__ __forceinline__ void run_slot() {
@@ -144,78 +134,64 @@ class PendingTile {
     constexpr uint32_t kWanted = (kPart == 0 ? kPart0 : kPart == 1 ? kPart1 : kHidden) << kGroup;
     if ((flags_ & kWanted) == 0) return;
 
-    if constexpr (kPart < 2) {
-      uint32_t m[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) m[j] = packed.pair(16 * kPart + 8 * kGroup + j, kRowHalf);
-      stage(0, m);
-      stage(4, m + 4);
+    constexpr int kFirst = kPart == 3 ? 4 : 0;  // matrices of 8 columns
+    constexpr int kCount = kPart < 2 ? 8 : 4;
+    uint64_t to;
+    bool valid;
+    if (is_gate_up()) {
+      to = (kPart < 2 ? second_ : first_) + uint64_t{bytes_} * (8 * kRowHalf);
+      if constexpr (kPart == 1) to += up_minus_gate();
+      valid = flags_ & (kPart < 2 ? kKeptRow : kRow) << kRowHalf;
     } else {
-      constexpr int kFirst = kPart == 2 ? 0 : 4;
+      to = kRowHalf == 0 ? first_ : second_;
+      valid = to != 0;
+      to += bytes_ + kPart * kHalfN * 2;
+    }
+    to += (kGroup * kGroupN + kFirst * 8) * 2;
+#pragma unroll
+    for (int j = 0; j < kCount; j += 4) {
       uint32_t m[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        m[j] = swiglu_pair(packed.pair(8 * kGroup + kFirst + j, kRowHalf),
-                           packed.pair(16 + 8 * kGroup + kFirst + j, kRowHalf),
-                           products_.swiglu_limit);
+      for (int i = 0; i < 4; ++i) {
+        const int at = 8 * kGroup + kFirst + j + i;
+        m[i] = kPart < 2 ? packed.pair(16 * kPart + at, kRowHalf)
+                         : swiglu_pair(packed.pair(at, kRowHalf), packed.pair(16 + at, kRowHalf),
+                                       products_.swiglu_limit);
       }
-      stage(kFirst, m);
-      if constexpr (kPart == 2) return;
+      const uint4 v = transpose(m);
+      if (valid) ptx::store_global_16(reinterpret_cast<void*>(to + j * 16), v);
     }
-    __syncwarp();
-    const uint32_t from = staging() + lane_ / 8 * Staging::kPitch + lane_ % 8 * 16;
-    const uint4 upper = ptx::load_shared_16(from);
-    const uint4 lower = ptx::load_shared_16(from + 4 * Staging::kPitch);  // 4 rows below
-    uint64_t to[2];
-    bool valid[2];
-    if (is_gate_up()) {
-      uint64_t base = kPart < 2 ? second_ : first_;
-      if constexpr (kPart == 1) base += up_minus_gate();
-      base += uint64_t{row_bytes_} * (8 * kRowHalf);
-      constexpr uint32_t kRows = (kPart < 2 ? kKeptRow : kRow) << (2 * kRowHalf);
-      to[0] = base, to[1] = base + uint64_t{row_bytes_} * 4;
-      valid[0] = flags_ & kRows, valid[1] = flags_ & kRows << 1;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        to[i] = shared_.row_destination[warp_][8 * kRowHalf + 4 * i + lane_ / 8];
-        valid[i] = to[i] != 0;
-        to[i] += first_ + kPart * kHalfN * 2;
-      }
-    }
-    constexpr int kColumn = kGroup * kGroupN * 2;
-    if (valid[0]) ptx::store_global_16(reinterpret_cast<void*>(to[0] + kColumn), upper);
-    if (valid[1]) ptx::store_global_16(reinterpret_cast<void*>(to[1] + kColumn), lower);
-    __syncwarp();  // before the staging is written again
   }
 
  private:
   static constexpr uint32_t kPart0 = 1, kPart1 = 1 << 2, kHidden = 1 << 4;  // << column group
-  static constexpr uint32_t kRow = 1 << 8, kKeptRow = 1 << 12;              // << lane's row
+  static constexpr uint32_t kRow = 1 << 8, kKeptRow = 1 << 12;              // << row half
   static constexpr uint32_t kGateUp = 1 << 16;
+  static constexpr int kProductShift = 24;
 
-  __device__ __forceinline__ uint32_t staging() const {
-    return ptx::shared_address(shared_.staging[warp_].bytes);
-  }
   __device__ __forceinline__ uint64_t up_minus_gate() const {
-    const Product& product = products_.product[product_];
+    const Product& product = products_.product[flags_ >> kProductShift];
     return reinterpret_cast<uint64_t>(product.up) - reinterpret_cast<uint64_t>(product.gate);
   }
-  // 8 rows x 32 columns from matrix `first` on.
-  __device__ __forceinline__ void stage(int first, const uint32_t* m) {
-    ptx::store_matrices(staging() + lane_ % 8 * Staging::kPitch + (first + lane_ / 8) * 16, m[0],
-                        m[1], m[2], m[3]);
+  // Lane t of a quad has 4 bytes of each of four 16-byte chunks; it gets the whole of chunk t.
+  __device__ __forceinline__ uint4 transpose(const uint32_t (&m)[4]) const {
+    const bool odd = lane_ & 1, upper = lane_ & 2;
+    const uint32_t a = __shfl_xor_sync(~0u, odd ? m[0] : m[1], 1);
+    const uint32_t b = __shfl_xor_sync(~0u, odd ? m[2] : m[3], 1);
+    const uint32_t a0 = odd ? a : m[0], a1 = odd ? m[1] : a;  // chunk 0 or 1, two lanes' words
+    const uint32_t b0 = odd ? b : m[2], b1 = odd ? m[3] : b;  // chunk 2 or 3
+    const uint32_t c0 = __shfl_xor_sync(~0u, upper ? a0 : b0, 2);
+    const uint32_t c1 = __shfl_xor_sync(~0u, upper ? a1 : b1, 2);
+    return upper ? uint4{c0, c1, b0, b1} : uint4{a0, a1, c0, c1};
   }
 
-  TileShared& shared_;
   const Products<kProducts>& products_;
   const uint32_t lane_;
-  const uint32_t warp_;  // of all consumer warps
-  uint64_t first_;       // lane's address in hidden; down: its byte offset in a row
-  uint64_t second_;      // lane's address in gate; down: destination of row `lane`
-  uint32_t row_bytes_;
+  // gate_up: the lane's place in hidden and in gate; bytes of a row.
+  // down: destinations of the lane's row and of the row 8 below; the lane's place in either.
+  uint64_t first_, second_;
+  uint32_t bytes_;
   uint32_t flags_;
-  int product_;
 };
 
 }  // namespace mok::cuda

@@ -6,12 +6,11 @@
 //     publish      waits until a tile's stores are issued, makes them visible, counts the tile in
 //     communicate  free for the caller
 //   warpgroups 1, 2 (232 registers): 64 rows x 256 columns each; 128 accumulators a thread, and the
-//     previous tile's 64 registers of bf16, stored piece by piece between the wgmma groups
+//     previous tile's 64 registers of bf16, stored slot by slot between the wgmma groups
 //
 //   shared memory                     written by   full             read by     empty
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
-//     task[4]                         schedule     task_full        all         task_empty: publish
-//     staging[8], row_destination[8]  a consumer warp, for itself
+//     task[4], shape[4]               schedule     task_full        all         task_empty: publish
 //   task_done: 8 consumer warps -> publish       draw: load -> schedule (draw the next ticket now)
 //
 // A pending epilogue may be what the next task's inputs wait for, here or in another block. So a
@@ -56,15 +55,15 @@ template <class Hooks>
 __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks) {
   RingCursor<kTaskSlots> at;
   for (uint32_t drawn = 0;; ++drawn) {
-    if (!wait(shared.task_empty[at.slot], at.phase ^ 1, shared.abort)) return;
+    if (!wait(shared.task_empty[at.slot()], at.phase() ^ 1, shared.abort)) return;
     if (drawn > 0 && !wait(shared.draw, (drawn - 1) & 1, shared.abort)) return;
     TileTask task;
     const bool more = hooks.next_task(task);
     if (!more) task.kind = TaskKind::stop;
     if (threadIdx.x % kWarp == 0) {
-      shared.task[at.slot] = task;
-      shared.shape[at.slot] = task.shape_of();
-      shared.task_full[at.slot].arrive();
+      shared.task[at.slot()] = task;
+      shared.shape[at.slot()] = task.shape_of();
+      shared.task_full[at.slot()].arrive();
     }
     __syncwarp();
     if (!more) return;
@@ -78,24 +77,24 @@ __device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kP
                                            Hooks& hooks) {
   RingCursor<kTaskSlots> task_at;
   RingCursor<kStages> stage;
-  while (wait(shared.task_full[task_at.slot], task_at.phase, shared.abort)) {
-    const TileTask task = shared.task[task_at.slot];
+  while (wait(shared.task_full[task_at.slot()], task_at.phase(), shared.abort)) {
+    const TileTask task = shared.task[task_at.slot()];
     if (task.kind == TaskKind::stop) return;
     const Product& product = products.product[task.product];
     const bool both_halves = task.rows > kHalfM;
-    const int side = (task.shape_of().narrow() ? kTileN / 4 : kTileN / 2) / kGroupN;  // loads from each map
-    const int high_row =
-        task.kind == TaskKind::gate_up ? task.col0 : task.col0 + side * kGroupN;
+    const int side =
+        (task.shape_of().narrow() ? kTileN / 4 : kTileN / 2) / kGroupN;  // loads from each map
+    const int high_row = task.kind == TaskKind::gate_up ? task.col0 : task.col0 + side * kGroupN;
     const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * side * kGroupBytesB;
     const int draw_at = task.steps > kDrawLead ? task.steps - kDrawLead : 0;
 
     hooks.wait_ready(task);
     for (int step = 0; step < task.steps; ++step) {
       if (step == draw_at) shared.draw.arrive();
-      if (!wait(shared.empty[stage.slot], stage.phase ^ 1, shared.abort)) return;
-      ptx::Mbarrier* full = &shared.full[stage.slot];
-      uint8_t* a = shared.a[stage.slot];
-      uint8_t* b = shared.b[stage.slot];
+      if (!wait(shared.empty[stage.slot()], stage.phase() ^ 1, shared.abort)) return;
+      ptx::Mbarrier* full = &shared.full[stage.slot()];
+      uint8_t* a = shared.a[stage.slot()];
+      uint8_t* b = shared.b[stage.slot()];
       full->arrive_expect(bytes);
       const int k = step * kTileK;
       ptx::load_tensor_2d(a, &product.a, full, k, task.row0);
@@ -119,11 +118,11 @@ __device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kP
 template <class Hooks>
 __device__ __forceinline__ void publish_tiles(TileShared& shared, Hooks& hooks) {
   RingCursor<kTaskSlots> at;
-  while (wait(shared.task_full[at.slot], at.phase, shared.abort)) {
-    if (shared.task[at.slot].kind == TaskKind::stop) return;
-    if (!wait(shared.task_done[at.slot], at.phase, shared.abort)) return;
-    hooks.publish(shared.task[at.slot]);
-    shared.task_empty[at.slot].arrive();
+  while (wait(shared.task_full[at.slot()], at.phase(), shared.abort)) {
+    if (shared.task[at.slot()].kind == TaskKind::stop) return;
+    if (!wait(shared.task_done[at.slot()], at.phase(), shared.abort)) return;
+    hooks.publish(shared.task[at.slot()]);
+    shared.task_empty[at.slot()].arrive();
     at.advance();
   }
 }
@@ -134,32 +133,30 @@ class TileConsumer {
  public:
   __device__ __forceinline__ TileConsumer(TileShared& shared, const Products<kProducts>& products,
                                           uint32_t group)
-      : shared_(shared),
-        group_(group),
-        tile_(shared, products, group * kGroupWarps + threadIdx.x % kWarpgroup / kWarp) {}
+      : shared_(shared), group_(group), tile_(products) {}
 
   __device__ __forceinline__ void run() {
     bool pending = false;  // tile_ holds the task before task_at_, not yet stored
     Next next = look_ahead<1>();
     while (true) {
-      if (pending && !next.can_spread) {
+      if (pending && next != Next::spread) {
         next = look_ahead<kLooks>();
-        if (!next.can_spread) {
+        if (next != Next::spread) {
           store_pending();
           pending = false;
         }
       }
-      if (!next.known) {
-        if (!wait(shared_.task_full[task_at_.slot], task_at_.phase, shared_.abort)) return;
-        next.shape = next_shape();
+      if (next == Next::unknown &&
+          !wait(shared_.task_full[task_at_.slot()], task_at_.phase(), shared_.abort)) {
+        return;
       }
-      const TileTask::Shape shape = next.shape;
+      const TileTask::Shape shape = next_shape();
       if (shape.stop()) return;
 
-      const TileTask& task = shared_.task[task_at_.slot];
+      const TileTask& task = shared_.task[task_at_.slot()];
       if (is_idle(shape)) {
         pass(shape.steps());
-        finish(task_at_.slot);
+        finish(task_at_.slot());
         task_at_.advance();
         next = look_ahead<1>();
       } else {
@@ -175,7 +172,7 @@ class TileConsumer {
         next = look_ahead<1>();
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(acc);
-        release((stage_.slot + kStages - 1) % kStages);
+        release(stage_.slot_before(1));
         tile_.packed.pack(acc);
         if (shape.narrow() && tile_.is_gate_up()) tile_.packed.move_up();
         pending = true;
@@ -184,33 +181,31 @@ class TileConsumer {
   }
 
  private:
-  static constexpr int kGroupWarps = kWarpgroup / kWarp;
   // About the time of one slot; a longer look would only delay the flush.
   static constexpr int kLooks = 16;
 
   // Uniform over the warp, which the compiler must know of whatever steers wgmma.
   __device__ __forceinline__ TileTask::Shape next_shape() const {
-    return {__shfl_sync(~0u, shared_.shape[task_at_.slot].word, 0)};
+    return {__shfl_sync(~0u, shared_.shape[task_at_.slot()].word, 0)};
   }
   // Whether the tile needs none of this warpgroup's rows.
   __device__ __forceinline__ bool is_idle(TileTask::Shape shape) const {
     return group_ > 0 && shape.low_half_only();
   }
-  struct Next {
-    TileTask::Shape shape;
-    bool known;       // the task is there; shape is its
-    bool can_spread;  // it can take a pending epilogue in, and its first stage is full
+  // What is known of the next task. Warps may differ in it: which instructions issue wgmma does
+  // not depend on it.
+  enum class Next {
+    unknown,
+    known,   // the task is there
+    spread,  // it can take a pending epilogue in, and its first stage is full
   };
-  // Warps may differ in what they see: which instructions issue wgmma does not depend on it.
   template <int kLooks>
   __device__ __forceinline__ Next look_ahead() const {
-    Next next{{0}, look<kLooks>(shared_.task_full[task_at_.slot], task_at_.phase), false};
-    if (next.known) {
-      next.shape = next_shape();
-      next.can_spread = !next.shape.stop() && !is_idle(next.shape) && !next.shape.narrow() &&
-                        look<kLooks>(shared_.full[stage_.slot], stage_.phase);
-    }
-    return next;
+    if (!look<kLooks>(shared_.task_full[task_at_.slot()], task_at_.phase())) return Next::unknown;
+    const TileTask::Shape shape = next_shape();
+    const bool spread = !shape.stop() && !is_idle(shape) && !shape.narrow() &&
+                        look<kLooks>(shared_.full[stage_.slot()], stage_.phase());
+    return spread ? Next::spread : Next::known;
   }
   // One answer for the warp; every lane has acquired when it is true.
   template <int kLooks>
@@ -227,11 +222,8 @@ class TileConsumer {
     __syncwarp();
     if (leads()) shared_.task_done[task_slot].arrive();
   }
-  __device__ __forceinline__ void finish_pending() {
-    finish((task_at_.slot + kTaskSlots - 1) % kTaskSlots);
-  }
+  __device__ __forceinline__ void finish_pending() { finish(task_at_.slot_before(1)); }
   __device__ __forceinline__ void store_pending() {
-    tile_.keep_destinations();
     [&]<int... kSlot>(std::integer_sequence<int, kSlot...>) {
       (tile_.template run_slot<kSlot>(), ...);
     }(std::make_integer_sequence<int, kEpilogueSlots>{});
@@ -240,18 +232,18 @@ class TileConsumer {
 
   __device__ __forceinline__ void pass(int steps) {
     for (int step = 0; step < steps; ++step) {
-      wait(shared_.full[stage_.slot], stage_.phase, shared_.abort);
-      release(stage_.slot);
+      wait(shared_.full[stage_.slot()], stage_.phase(), shared_.abort);
+      release(stage_.slot());
       stage_.advance();
     }
   }
 
   template <class Issue>
   __device__ __forceinline__ void issue_step(Issue&& issue) {
-    wait(shared_.full[stage_.slot], stage_.phase, shared_.abort);
+    wait(shared_.full[stage_.slot()], stage_.phase(), shared_.abort);
     ptx::wgmma_fence();
-    const ptx::Operand a(ptx::shared_address(shared_.a[stage_.slot]) + group_ * kHalfBytesA);
-    const ptx::Operand b(ptx::shared_address(shared_.b[stage_.slot]));
+    const ptx::Operand a(ptx::shared_address(shared_.a[stage_.slot()]) + group_ * kHalfBytesA);
+    const ptx::Operand b(ptx::shared_address(shared_.b[stage_.slot()]));
 #pragma unroll
     for (int k = 0; k < kTileK; k += 16) issue(k, a.at(k), b.at(k));
     ptx::wgmma_commit();
@@ -260,7 +252,7 @@ class TileConsumer {
   // All steps but the newest are done; frees the stage of the one before it.
   __device__ __forceinline__ void retire_step() {
     ptx::wgmma_wait<1>();
-    release((stage_.slot + kStages - 2) % kStages);
+    release(stage_.slot_before(2));
   }
 
   // All columns of the tile. The pending tile's slots run while products are in flight, spread
@@ -268,7 +260,6 @@ class TileConsumer {
   __device__ __forceinline__ void multiply_whole(float (&acc)[kTileN / 2], int steps,
                                                  bool pending) {
     issue_step([&](int k, uint64_t a, uint64_t b) { ptx::wgmma_n256(acc, a, b, k > 0); });
-    if (pending) tile_.keep_destinations();
     int step = 1;
     auto advance_to = [&](int end) {
       for (; step < end; ++step) {

@@ -7,19 +7,20 @@
 
 namespace mok::cuda {
 
-// Position in a ring of kSlots. A reader waits for parity `phase` of a slot's full barrier; a
-// writer waits for parity `phase ^ 1` of its empty barrier, which a fresh barrier satisfies.
+// Position in a ring of kSlots. A reader waits for parity phase() of a slot's full barrier; a
+// writer waits for parity phase() ^ 1 of its empty barrier, which a fresh barrier satisfies.
 template <int kSlots>
 struct RingCursor {
-  uint32_t slot = 0;
-  uint32_t phase = 0;
+  static_assert((kSlots & (kSlots - 1)) == 0);
+  uint32_t position = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      phase ^= 1;
-    }
+  __device__ __forceinline__ uint32_t slot() const { return position % kSlots; }
+  __device__ __forceinline__ uint32_t phase() const { return position / kSlots & 1; }
+  // The slot `back` positions ago.
+  __device__ __forceinline__ uint32_t slot_before(int back) const {
+    return (position - back) % kSlots;
   }
+  __device__ __forceinline__ void advance() { ++position; }
 };
 
 // Set once by whoever finds a deadline passed or an abort requested. From then on no wait of the

@@ -13,8 +13,8 @@ inline auto tensor_map_encoder() {
   static const auto encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found{};
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                               12000, cudaEnableDefault, &found);
     const bool good = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
     return good ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry) : nullptr;
   }();

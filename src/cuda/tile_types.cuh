@@ -15,9 +15,9 @@ namespace mok::cuda {
 inline constexpr int kTileM = 128;
 inline constexpr int kTileN = 256;
 inline constexpr int kTileK = 64;
-inline constexpr int kHalfM = 64;    // rows of one consumer warpgroup
-inline constexpr int kHalfN = 128;   // gate columns (and up columns) of a gate-up tile
-inline constexpr int kGroupN = 64;   // sizes are multiples of it; a load of B, an epilogue piece
+inline constexpr int kHalfM = 64;   // rows of one consumer warpgroup
+inline constexpr int kHalfN = 128;  // gate columns (and up columns) of a gate-up tile
+inline constexpr int kGroupN = 64;  // sizes are multiples of it; a load of B, an epilogue slot
 inline constexpr int kStages = 4;
 inline constexpr int kTaskSlots = 4;  // drawn, loading, multiplying, storing
 
@@ -39,15 +39,15 @@ enum class TaskKind : int16_t { stop, gate_up, down };
 // Drawn and decoded once by the scheduler; nobody else divides.
 struct alignas(16) TileTask {
   TaskKind kind;
-  int16_t product;      // index into Products
-  int32_t steps;        // K / kTileK
-  int32_t rows;         // valid rows, 1 .. kTileM
-  int32_t cols;         // valid columns, a multiple of kGroupN
-  int32_t row0;         // first row in A, in hidden or in the destination table
-  int32_t col0;         // first column of the result; row of the weight matrix
-  int32_t save_row0;    // gate_up: first row in gate and up
-  int32_t save_rows;    // gate_up: rows of the tile whose gate and up are kept
-  int32_t expert;       // third coordinate of the weight maps
+  int16_t product;       // index into Products
+  int32_t steps;         // K / kTileK
+  int32_t rows;          // valid rows, 1 .. kTileM
+  int32_t cols;          // valid columns, a multiple of kGroupN
+  int32_t row0;          // first row in A and in hidden
+  int32_t col0;          // first column of the result; row of the weight matrix
+  int32_t save_row0;     // first row in gate and up, or in the destination table
+  int32_t save_rows;     // gate_up: rows of the tile whose gate and up are kept
+  int32_t expert;        // third coordinate of the weight maps
   int32_t wait_counter;  // the last three are for the hooks alone
   int32_t wait_target;
   int32_t done_counter;
@@ -89,19 +89,10 @@ struct Products {
   float swiglu_limit;  // +infinity: none
 };
 
-// One warp's staging: 8 rows of 64 bf16, 16 bytes of padding a row against bank conflicts.
-struct Staging {
-  static constexpr int kRows = 8;
-  static constexpr int kPitch = kGroupN * 2 + 16;
-  alignas(16) uint8_t bytes[kRows * kPitch];
-};
-
 // Dynamic shared memory; 1024-byte aligned because the kernel has no static shared memory.
 struct TileShared {
   alignas(1024) uint8_t a[kStages][kTileM * kTileK * 2];
   alignas(1024) uint8_t b[kStages][kTileN * kTileK * 2];
-  Staging staging[kConsumerWarps];
-  uint64_t row_destination[kConsumerWarps][kHalfM / 4];  // of the pending down tile
   TileTask task[kTaskSlots];
   TileTask::Shape shape[kTaskSlots];
   ptx::Mbarrier full[kStages], empty[kStages];

@@ -24,10 +24,10 @@ struct Mbarrier {
                  : "memory");
   }
   __device__ __forceinline__ void arrive_expect(uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(&word)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&word)),
+        "r"(bytes)
+        : "memory");
   }
   // Does not suspend.
   __device__ __forceinline__ bool test(uint32_t parity) const {
