@@ -14,14 +14,14 @@ namespace mok::cuda {
 
 inline constexpr int kPieceBytes = 4096;
 inline constexpr int kPieces = 5;
-inline constexpr int kLoading = 3;  // pieces on their way in
+inline constexpr int kLoading = 3;      // pieces on their way in
 inline constexpr int kMostEntries = 8;  // rows that a task moves at once
 
 struct CommShared {
   alignas(128) uint8_t buffer[kPieces][kPieceBytes];
-  uint64_t source[kMostEntries];          // address of the token's row
-  int32_t slot[kMostEntries];             // its first slot; -1: own token, one row
-  int32_t stored[kMostEntries][kMaxTopk]; // rows that get a copy, or -1
+  uint64_t source[kMostEntries];           // address of the token's row
+  int32_t slot[kMostEntries];              // its first slot; -1: own token, one row
+  int32_t stored[kMostEntries][kMaxTopk];  // rows that get a copy, or -1
   struct Piece {
     int32_t entry, offset, bytes;
   } piece[kPieces];
@@ -137,8 +137,7 @@ class CommunicationWarp {
         shared_.stored[lane_][0] = token;
       }
       __syncwarp();
-      move(entries, 1, rank_.at<uint8_t>(plan::Buffer::staged_x, plan_.g.rank),
-           plan_.g.max_tokens);
+      move(entries, 1, rank_.at<uint8_t>(plan::Buffer::staged_x, plan_.g.rank), plan_.g.max_tokens);
     }
     if (lane_ == 0) {
       ptx::fence_system();

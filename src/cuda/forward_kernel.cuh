@@ -46,9 +46,10 @@ struct ForwardHooks {
 
   static __device__ int plan_kind(const TileTask& task) {
     const bool shared = task.product >= kSharedGateUp;
-    return static_cast<int>(task.kind == TaskKind::gate_up
-                                ? (shared ? plan::TaskKind::shared_gate_up : plan::TaskKind::gate_up)
-                                : (shared ? plan::TaskKind::shared_down : plan::TaskKind::down));
+    return static_cast<int>(
+        task.kind == TaskKind::gate_up
+            ? (shared ? plan::TaskKind::shared_gate_up : plan::TaskKind::gate_up)
+            : (shared ? plan::TaskKind::shared_down : plan::TaskKind::down));
   }
 
   __device__ bool next_task(TileTask& out) {
@@ -67,14 +68,18 @@ struct ForwardHooks {
         case plan::TaskKind::reduce:
           if (threadIdx.x % kWarp == 0) *first_reduce = ticket;
           return false;
-        case plan::TaskKind::sigma: continue;  // part of reduce here
-        case plan::TaskKind::announce_returned: announce(task); continue;
-        default: break;
+        case plan::TaskKind::sigma:
+          continue;  // part of reduce here
+        case plan::TaskKind::announce_returned:
+          announce(task);
+          continue;
+        default:
+          break;
       }
-      const bool shared = task.kind == plan::TaskKind::shared_gate_up ||
-                          task.kind == plan::TaskKind::shared_down;
-      const bool gate_up = task.kind == plan::TaskKind::gate_up ||
-                           task.kind == plan::TaskKind::shared_gate_up;
+      const bool shared =
+          task.kind == plan::TaskKind::shared_gate_up || task.kind == plan::TaskKind::shared_down;
+      const bool gate_up =
+          task.kind == plan::TaskKind::gate_up || task.kind == plan::TaskKind::shared_gate_up;
       const int inter = shared ? g.shared_intermediate : g.intermediate;
       const int row = task.tile * plan::kTileRows;
       const int width = gate_up ? inter : g.hidden;
@@ -88,7 +93,8 @@ struct ForwardHooks {
       out.cols = min(width - out.col0, tile_width);
       out.row0 = shared ? row : plan::ring_row(plan, row);
       out.save_row0 = row;
-      out.save_rows = gate_up && (shared || plan::is_saved(plan, task.tile)) ? out.rows : 0;
+      const bool kept = shared ? g.keep_shared : plan::is_saved(plan, task.tile);
+      out.save_rows = gate_up && kept ? out.rows : 0;
       out.expert = shared ? 0 : plan.s.tile[task.tile].expert;
       out.wait_counter = kNoCounter;
       plan::for_each_wait(plan, task, [&](plan::Wait w) {
@@ -105,10 +111,10 @@ struct ForwardHooks {
   __device__ void announce(const plan::Task& task) {
     if (threadIdx.x % kWarp == 0) {
       bool go = true;
-      plan::for_each_wait(plan, task, [&](plan::Wait w) {
-        go = waiter.wait(w, static_cast<int>(task.kind));
-      });
+      plan::for_each_wait(plan, task,
+                          [&](plan::Wait w) { go = waiter.wait(w, static_cast<int>(task.kind)); });
       if (go) waiter.raise(plan::Counter::returned_flag);
+      stamp(rank, Stamps::returned);
     }
     __syncwarp();
   }
@@ -129,8 +135,8 @@ struct ForwardHooks {
     ptx::add_release_gpu(at(task.done_counter), 1);
     if (plan.s.windows <= 2 || task.product >= kSharedGateUp) return;
     const int tile = task.save_row0 / plan::kTileRows;
-    ptx::add_release_gpu(
-        at(entry(plan::Counter::window_done, plan::window_of_tile(plan, tile))), 1);
+    ptx::add_release_gpu(at(entry(plan::Counter::window_done, plan::window_of_tile(plan, tile))),
+                         1);
   }
 };
 
@@ -153,6 +159,7 @@ struct ForwardShared {
 __device__ inline void leave(const RankState& rank, int blocks, int64_t call, uint32_t* left) {
   __syncthreads();
   if (threadIdx.x == 0) {
+    stamp(rank, Stamps::end);
     ptx::fence_gpu();
     *left = atomicAdd(&rank.tickets->left, 1);
     ptx::fence_gpu();
@@ -195,7 +202,9 @@ __device__ __forceinline__ bool prepare(const ForwardParams<kRanks>& params,
   }
   __syncthreads();
   const Waiter waiter{rank, &shared.abort, shared.call};
+  if (threadIdx.x == 0) stamp(rank, Stamps::begin);
   if (!ScheduleBuilder(rank, waiter, shared.schedule).run()) return false;
+  if (threadIdx.x == 0) stamp(rank, Stamps::planned);
   __syncthreads();
   const auto* from = reinterpret_cast<const volatile uint32_t*>(rank.tables.plan);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(plan::Plan) / 4); i += kThreads) {
@@ -222,7 +231,9 @@ __device__ __forceinline__ void produce(const ForwardParams<kRanks>& params,
     case ProducerWarp::load:
       if (lane == 0) load_tiles(shared.tile, params.products[share.which], hooks);
       break;
-    case ProducerWarp::schedule: schedule_tasks(shared.tile, hooks); break;
+    case ProducerWarp::schedule:
+      schedule_tasks(shared.tile, hooks);
+      break;
     case ProducerWarp::publish:
       if (lane == 0) publish_tiles(shared.tile, hooks);
       break;
@@ -236,8 +247,7 @@ __device__ __forceinline__ void produce(const ForwardParams<kRanks>& params,
 }
 
 template <int kRanks>
-__device__ __forceinline__ void reduce(const ForwardParams<kRanks>& params,
-                                       ForwardShared& shared) {
+__device__ __forceinline__ void reduce(const ForwardParams<kRanks>& params, ForwardShared& shared) {
   const RankState& rank = params.rank[Share<kRanks>(params).which];
   const Waiter waiter{rank, &shared.tile.abort, shared.call};
   Reducer(rank, shared.plan, waiter, shared.reduce).run(shared.first_reduce);

@@ -60,10 +60,11 @@ class Carver {
 
 // Words that must be zero before the first call and after an error, then the tables.
 inline Tables carve_tables(const plan::Geometry& g, Carver& carver, Tickets** tickets,
-                           int64_t** call) {
+                           int64_t** call, Stamps** stamps) {
   Tables t{};
   *tickets = carver.take<Tickets>(1);
   *call = carver.take<int64_t>(1);
+  *stamps = carver.take<Stamps>(1);
   t.plan = carver.take<plan::Plan>(1);
   t.compute = carver.take<plan::Phase>(plan::most_phases(g));
   t.communication = carver.take<plan::Phase>(plan::most_phases(g));

@@ -12,9 +12,9 @@
 
 namespace mok::cuda {
 
-inline constexpr int kScheduleChunks = 32;    // slots are counted and placed in this many tasks
-inline constexpr int kPublishTasks = 16;      // ids are published in this many tasks
-inline constexpr int kFetchListTasks = 32;    // each makes the lists of every 32nd minibatch
+inline constexpr int kScheduleChunks = 32;       // slots are counted and placed in this many tasks
+inline constexpr int kPublishTasks = 16;         // ids are published in this many tasks
+inline constexpr int kFetchListTasks = 32;       // each makes the lists of every 32nd minibatch
 inline constexpr int kMostMinibatchTiles = 256;  // a fetch list is sorted in shared memory
 
 // What a wait was for, when its deadline passed; in host memory, written once per call.
@@ -50,8 +50,15 @@ struct Tickets {
   uint32_t schedule, compute, communication;
   uint32_t published, counted, laid_out, placed, listed, planned;  // schedule tasks done
   uint32_t left;                                                   // blocks that have left
-  uint32_t recorded;  // the error record is taken
-  uint32_t bad_id;    // ~slot of the first id outside [-1, E); 0 = none
+  uint32_t recorded;                                               // the error record is taken
+  uint32_t bad_id;  // ~slot of the first id outside [-1, E); 0 = none
+};
+
+// When the parts of the last call were over, in nanoseconds of the device's clock: the latest
+// block counts.
+struct Stamps {
+  enum Point : int32_t { begin, planned, returned, end, count };
+  uint64_t at[count];
 };
 
 // Tables of the schedule, in one local block.
@@ -71,10 +78,11 @@ struct RankState {
   int32_t counter_first[plan::kCounters];  // plan::counter_offset
   Tables tables;
   Tickets* tickets;
-  int64_t* call;               // number of the last call that began here, in device memory
+  int64_t* call;                  // number of the last call that began here, in device memory
   uint8_t* symmetric[kMaxRanks];  // every rank's block
   uint8_t* local;
   ErrorRecord* record;
+  Stamps* stamps;
   uint64_t tag;
   uint64_t arrival_ns, progress_ns;  // 0 = no deadline
   int32_t comm_blocks;               // blocks of this rank that communicate, at least 1

@@ -76,8 +76,7 @@ class Reducer {
   // tree.
   __device__ void sigmas(const plan::Task& task) {
     const int lane = thread_ % kWarp;
-    for (int token = task.begin + thread_ / kWarp; token < task.end;
-         token += kReducers / kWarp) {
+    for (int token = task.begin + thread_ / kWarp; token < task.end; token += kReducers / kWarp) {
       float sum = 0;
       for (int h = lane; h < plan_.g.hidden; h += kWarp) {
         sum = fmaf(__bfloat162float(rank_.x[token * rank_.x_stride + h]),
@@ -85,8 +84,7 @@ class Reducer {
       }
       for (int d = kWarp / 2; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
       if (lane == 0) {
-        shared_.sigma[token - task.begin] =
-            1.0f / (1.0f + numerics::exp_portable(-sum));
+        shared_.sigma[token - task.begin] = 1.0f / (1.0f + numerics::exp_portable(-sum));
       }
     }
     sync();

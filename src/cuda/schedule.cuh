@@ -196,7 +196,7 @@ class ScheduleBuilder {
 
   __device__ void lay_out() {
     const int experts = g().experts_local();
-    const bool bad = rank_.tickets->bad_id != 0;  // then nothing is computed: y becomes NaN
+    const bool bad = rank_.tickets->bad_id != 0;          // then nothing is computed: y becomes NaN
     int32_t* rows = shared_.scratch;                      // [experts]
     int32_t* first_tile = shared_.scratch + kMaxExperts;  // [experts + 1]
     int32_t tiles = 0, real = 0;
@@ -380,8 +380,8 @@ class ScheduleBuilder {
     for (int i = threadIdx.x; i < rows; i += kThreads) {
       const int32_t entry = shared_.scratch[i];
       if (entry < 0) continue;
-      const int32_t position = plan::fetch_position(p.g, shared_.source_count,
-                                                    entry % kMaxRanks, entry / kMaxRanks);
+      const int32_t position =
+          plan::fetch_position(p.g, shared_.source_count, entry % kMaxRanks, entry / kMaxRanks);
       rank_.tables.fetch_row[first + position] = first + i;
     }
     if (threadIdx.x == 0) {

@@ -7,6 +7,11 @@
 
 namespace mok::cuda {
 
+__device__ __forceinline__ void stamp(const RankState& rank, Stamps::Point point) {
+  const auto now = static_cast<unsigned long long>(ptx::global_timer());
+  atomicMax(reinterpret_cast<unsigned long long*>(&rank.stamps->at[point]), now);
+}
+
 // One rank's waits, as seen by one block. `call` is the number of this call. Everything is inlined:
 // a function call in the kernel would cost the consumers registers.
 struct Waiter {
@@ -76,8 +81,7 @@ struct Waiter {
   __device__ __forceinline__ bool wait(const plan::Wait& w, int task) const {
     return plan::is_flag(w.counter)
                ? flag(w.counter, w.index, task)
-               : counter(rank.counter_first[static_cast<int>(w.counter)] + w.index, w.target,
-                         task);
+               : counter(rank.counter_first[static_cast<int>(w.counter)] + w.index, w.target, task);
   }
 
   // Raises this rank's flag on all ranks: everything that happened before is visible to them.

@@ -83,8 +83,8 @@ struct Workspace::Impl {
 };
 
 void Workspace::Impl::validate_shape(int count) const {
-  require(count >= 1 && count <= kMaxRanks, "ranks must be 1.." + std::to_string(kMaxRanks) +
-                                                ", not " + std::to_string(count));
+  require(count >= 1 && count <= kMaxRanks,
+          "ranks must be 1.." + std::to_string(kMaxRanks) + ", not " + std::to_string(count));
   const auto size = [](const char* name, int64_t n, bool zero) {
     require((n > 0 || (zero && n == 0)) && n % 64 == 0 && n <= 1 << 20,
             std::string(name) + " must be a multiple of 64 on CUDA, not " + std::to_string(n));
@@ -124,10 +124,10 @@ Workspace::Impl::Impl(const LayerShape& s, const std::vector<int>& devices, cons
   g.max_tokens = static_cast<int32_t>(std::max<int64_t>(1, o.workspace.max_tokens));
   const int64_t expected =
       default_saved_rows(shape, count, g.max_tokens) + int64_t{plan::kTileRows};
-  const int64_t ring = o.workspace.ring_rows > 0 ? o.workspace.ring_rows
-                                                 : std::min(expected, g.most_rows());
-  g.minibatch_tiles = static_cast<int32_t>(std::clamp<int64_t>(
-      o.workspace.minibatch_rows / plan::kTileRows, 1, kMostMinibatchTiles));
+  const int64_t ring =
+      o.workspace.ring_rows > 0 ? o.workspace.ring_rows : std::min(expected, g.most_rows());
+  g.minibatch_tiles = static_cast<int32_t>(
+      std::clamp<int64_t>(o.workspace.minibatch_rows / plan::kTileRows, 1, kMostMinibatchTiles));
   g.ring_tiles = static_cast<int32_t>(
       round_up(plan::ceil_div(ring, int64_t{plan::kTileRows}), 2 * g.minibatch_tiles));
   if (o.workspace.ring_rows > 0) {
@@ -180,7 +180,8 @@ void Workspace::Impl::make_rank(int r, int device) {
   Carver measure(nullptr);
   Tickets* tickets;
   int64_t* call;
-  carve_tables(g, measure, &tickets, &call);
+  Stamps* stamps;
+  carve_tables(g, measure, &tickets, &call, &stamps);
   const std::string who = " of rank " + std::to_string(r);
   Rank rank{device,
             DeviceBlock(device, layout.symmetric_bytes, "symmetric memory" + who),
@@ -199,7 +200,7 @@ void Workspace::Impl::make_rank(int r, int device) {
     s.counter_first[c] = plan::counter_offset(g, static_cast<plan::Counter>(c));
   }
   Carver carver(rank.tables.data());
-  s.tables = carve_tables(g, carver, &s.tickets, &s.call);
+  s.tables = carve_tables(g, carver, &s.tickets, &s.call, &s.stamps);
   s.local = rank.local.data();
   s.record = rank.record;
   s.arrival_ns = static_cast<uint64_t>(options.deadlines.arrival_seconds * 1e9);
@@ -216,6 +217,7 @@ void Workspace::Impl::reset() {
     check(cudaDeviceSynchronize(), "reset");
     check(cudaMemset(s.tickets, 0, sizeof(Tickets)), "reset");
     check(cudaMemset(s.call, 0, sizeof(int64_t)), "reset");
+    check(cudaMemset(s.stamps, 0, sizeof(Stamps)), "reset");
     const auto clear = [&](plan::Buffer b) {
       uint8_t* base = plan::is_symmetric(b) ? rank.symmetric.data() : rank.local.data();
       const int i = static_cast<int>(b);
@@ -249,11 +251,11 @@ void Workspace::Impl::raise_errors() {
   const std::string who = "rank " + std::to_string(e.rank);
   const plan::Geometry& g = geometry;
   if (e.kind == ErrorRecord::bad_id) {
-    throw Error(ErrorCode::bad_routing,
-                "topk_ids: rank " + std::to_string(g.slot_rank(e.entry)) + ", token " +
-                    std::to_string(g.slot_token(e.entry)) + ", slot " +
-                    std::to_string(g.slot_k(e.entry)) + ": id " + std::to_string(e.seen) +
-                    " is outside [-1, " + std::to_string(shape.experts) + ")");
+    throw Error(ErrorCode::bad_routing, "topk_ids: rank " + std::to_string(g.slot_rank(e.entry)) +
+                                            ", token " + std::to_string(g.slot_token(e.entry)) +
+                                            ", slot " + std::to_string(g.slot_k(e.entry)) +
+                                            ": id " + std::to_string(e.seen) + " is outside [-1, " +
+                                            std::to_string(shape.experts) + ")");
   }
   if (e.kind == ErrorRecord::disagreement) {
     throw Error(ErrorCode::disagreement,
@@ -302,9 +304,9 @@ void Workspace::Impl::check_args(int r, const ForwardArgs& a) const {
   rows("w_gate", w.gate.data, w.gate.row_stride, shape.hidden);
   rows("w_up", w.up.data, w.up.row_stride, shape.hidden);
   rows("w_down", w.down.data, w.down.row_stride, shape.intermediate);
-  require(w.gate.expert_stride % 8 == 0 && w.up.expert_stride % 8 == 0 &&
-              w.down.expert_stride % 8 == 0,
-          "weights: expert strides must be multiples of 8" + where);
+  require(
+      w.gate.expert_stride % 8 == 0 && w.up.expert_stride % 8 == 0 && w.down.expert_stride % 8 == 0,
+      "weights: expert strides must be multiples of 8" + where);
   if (!geometry.has_shared()) return;
   rows("shared_gate_proj", w.shared_gate_proj.data, w.shared_gate_proj.row_stride, shape.hidden);
   rows("shared_up_proj", w.shared_up_proj.data, w.shared_up_proj.row_stride, shape.hidden);
@@ -378,9 +380,10 @@ void Workspace::Impl::fill(int r, const ForwardArgs& a, RankState* state,
     shared_down.row_destination = s.tables.shared_destination;
   }
   if (!good) {
-    throw Error(ErrorCode::bad_argument,
-                "a tensor map was refused: check strides and alignment of x and the weights (rank " +
-                    std::to_string(r) + ")");
+    throw Error(
+        ErrorCode::bad_argument,
+        "a tensor map was refused: check strides and alignment of x and the weights (rank " +
+            std::to_string(r) + ")");
   }
 }
 
@@ -398,8 +401,8 @@ void Workspace::Impl::launch(int device, const std::vector<ForwardArgs>& args,
   check(cudaFuncSetAttribute(forward_kernel<kRanks>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              sizeof(ForwardShared)),
         "shared memory of the forward kernel");
-  forward_kernel<kRanks><<<blocks_of_device.at(device), kThreads, sizeof(ForwardShared), stream>>>(
-      *params);
+  forward_kernel<kRanks>
+      <<<blocks_of_device.at(device), kThreads, sizeof(ForwardShared), stream>>>(*params);
   check(cudaGetLastError(), "launch of the forward kernel");
 }
 
@@ -430,6 +433,17 @@ void Workspace::synchronize() {
     check(cudaDeviceSynchronize(), "synchronize");
   }
   impl_->raise_errors();
+}
+
+Phases Workspace::phases(int rank) {
+  const Impl::Rank& r = impl_->ranks.at(rank);
+  Stamps s;
+  check(cudaMemcpy(&s, r.state.stamps, sizeof(s), cudaMemcpyDefault), "phases");
+  const auto us = [&](Stamps::Point a, Stamps::Point b) {
+    return static_cast<double>(s.at[b] - s.at[a]) * 1e-3;
+  };
+  return {us(Stamps::begin, Stamps::planned), us(Stamps::planned, Stamps::returned),
+          us(Stamps::returned, Stamps::end)};
 }
 
 int64_t Workspace::memory_bytes(int rank) const {
