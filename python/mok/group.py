@@ -190,7 +190,6 @@ def _close(workspaces: dict, handle: int) -> None:
     _library.destroy_group(handle)
 
 
-@torch.compiler.assume_constant_result
 def _find_workspace(
     key: str,
     hidden: int,
@@ -208,6 +207,10 @@ def _find_workspace(
         hidden, intermediate, experts, topk, shared_intermediate, shared_gate, swiglu_limit, dtype
     )
     return _groups[key]._workspace(shape, capacity)
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler (seconds).
+_find_workspace._dynamo_marked_constant = True
 
 
 def _agree(process_group, value) -> list:

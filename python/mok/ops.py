@@ -79,7 +79,39 @@ def _best_first(scores: Tensor) -> Tensor:
     return torch.sort(clean, dim=-1, descending=True, stable=True).indices
 
 
-@torch.library.custom_op("mok::select_experts", mutates_args=())
+# Not torch.library.custom_op, whose first call imports the compiler (seconds).
+_library_fragment = torch.library.Library("mok", "FRAGMENT")
+_library_fragment.define(
+    "select_experts(Tensor scores, int topk, int groups, int topk_groups, str group_score) "
+    "-> Tensor"
+)
+
+
+def _select_experts(scores, topk, groups, topk_groups, group_score):
+    tokens, experts = scores.shape
+    if groups > 1:
+        width = experts // groups
+        grouped = torch.where(scores.isnan(), -torch.inf, scores).view(tokens, groups, width)
+        if group_score == "top2":
+            group_scores = grouped.topk(min(2, width), dim=-1).values.sum(-1)
+        else:
+            group_scores = grouped.amax(-1)
+        taken = _best_first(group_scores)[:, :topk_groups].sort(dim=-1).values  # [T, topk_groups]
+        inside = torch.arange(width, device=scores.device)
+        candidates = (taken.unsqueeze(-1) * width + inside).flatten(1)  # ascending expert ids
+        best = _best_first(scores.gather(1, candidates))[:, :topk]
+        return candidates.gather(1, best)
+    return _best_first(scores)[:, :topk].contiguous()
+
+
+_library_fragment.impl("select_experts", _select_experts, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("mok::select_experts")
+def _select_experts_fake(scores, topk, groups, topk_groups, group_score):
+    return scores.new_empty((scores.shape[0], topk), dtype=torch.int64)
+
+
 def select_experts(
     scores: Tensor, topk: int, groups: int, topk_groups: int, group_score: str
 ) -> Tensor:
@@ -97,24 +129,4 @@ def select_experts(
     Returns: int64 [T, K], distinct within a row whatever the scores are. Equal scores: the lower
     index wins. NaN counts as -inf.
     """
-    tokens, experts = scores.shape
-    if groups > 1:
-        grouped = torch.where(scores.isnan(), -torch.inf, scores).view(
-            tokens, groups, experts // groups
-        )
-        if group_score == "top2":
-            group_scores = grouped.topk(min(2, experts // groups), dim=-1).values.sum(-1)
-        else:
-            group_scores = grouped.amax(-1)
-        taken = _best_first(group_scores)[:, :topk_groups].sort(dim=-1).values  # [T, topk_groups]
-        width = experts // groups
-        inside = torch.arange(width, device=scores.device)
-        candidates = (taken.unsqueeze(-1) * width + inside).flatten(1)  # ascending expert ids
-        best = _best_first(scores.gather(1, candidates))[:, :topk]
-        return candidates.gather(1, best)
-    return _best_first(scores)[:, :topk].contiguous()
-
-
-@select_experts.register_fake
-def _select_experts_fake(scores, topk, groups, topk_groups, group_score):
-    return scores.new_empty((scores.shape[0], topk), dtype=torch.int64)
+    return torch.ops.mok.select_experts(scores, topk, groups, topk_groups, group_score)

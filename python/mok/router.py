@@ -101,7 +101,9 @@ def route(
         if token_mask.shape != (tokens,):
             raise ValueError(f"token_mask: shape {tuple(token_mask.shape)}, expected [{tokens}]")
 
-    if token_mask is not None:  # a masked row may hold NaN, which 0 * NaN would pass to the gradient
+    if (
+        token_mask is not None
+    ):  # a masked row may hold NaN, which 0 * NaN would pass to the gradient
         logits = torch.where(token_mask.unsqueeze(-1), logits, 0.0)
 
     scores = scores_of(logits, config.scoring)

@@ -52,7 +52,9 @@ def problem(
         if shared_gate:
             weights.gate_vector = matrix(1, hidden)
     topk_weights = torch.randn(ids.shape, generator=g, dtype=torch.float64).to(sum_dtype(dtype))
-    return Problem(normal(tokens, hidden), ids, topk_weights, weights, normal(tokens, hidden), limit)
+    return Problem(
+        normal(tokens, hidden), ids, topk_weights, weights, normal(tokens, hidden), limit
+    )
 
 
 def leaves(p):
@@ -95,7 +97,12 @@ def whole(results):
         None if results[0][3].each()[i] is None else sum(r[3].each()[i].double() for r in results)
         for i in range(3, 7)
     ]
-    return join(lambda r: r[0]), join(lambda r: r[1]), join(lambda r: r[2]), Weights(*routed, *shared)
+    return (
+        join(lambda r: r[0]),
+        join(lambda r: r[1]),
+        join(lambda r: r[2]),
+        Weights(*routed, *shared),
+    )
 
 
 def flat(result):
@@ -103,15 +110,25 @@ def flat(result):
     y, d_x, d_topk_weights, w = result
     names = ("y", "d_x", "d_topk_weights", "d_gate", "d_up", "d_down", "d_shared_gate",
              "d_shared_up", "d_shared_down", "d_gate_vector")  # fmt: skip
-    return [(n, t) for n, t in zip(names, (y, d_x, d_topk_weights, *w.each()), strict=True) if t is not None]
+    return [
+        (n, t)
+        for n, t in zip(names, (y, d_x, d_topk_weights, *w.each()), strict=True)
+        if t is not None
+    ]
 
 
 def same_bits(a, b):
     a, b = a.detach().contiguous(), b.detach().contiguous()
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
 
 
 def assert_same_bits(result, other, only=None):
     for (name, a), (_, b) in zip(flat(result), flat(other), strict=True):
         if only is None or name in only:
-            assert same_bits(a, b), f"{name}: {(a != b).sum().item()} of {a.numel()} elements differ"
+            assert same_bits(a, b), (
+                f"{name}: {(a != b).sum().item()} of {a.numel()} elements differ"
+            )

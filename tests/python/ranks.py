@@ -49,7 +49,9 @@ def start(ranks, function, *arguments, settings=None):
     for rank in range(ranks):
         mine, theirs = CONTEXT.Pipe(duplex=False)
         process = CONTEXT.Process(
-            target=_main, args=(theirs, function, rank, ranks, store, arguments, settings), daemon=True
+            target=_main,
+            args=(theirs, function, rank, ranks, store, arguments, settings),
+            daemon=True,
         )
         process.start()
         theirs.close()

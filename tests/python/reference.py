@@ -79,9 +79,7 @@ class Weights:
 def expert(x, w, gate, up, down, limit, rounding, from_rows=False):
     """w * what an expert makes of the rows x."""
     pass_ = lambda t: t  # noqa: E731
-    round_, round_gradient = (
-        (_Round.apply, _RoundGradient.apply) if rounding else (pass_, pass_)
-    )
+    round_, round_gradient = (_Round.apply, _RoundGradient.apply) if rounding else (pass_, pass_)
     x = round_gradient(x)
     g, u = (round_gradient(round_(x @ m.T)) for m in (gate, up))
     if limit is not None:

@@ -33,7 +33,9 @@ def test_gradcheck_fp64(layout):
 
 
 def fused(gate, up, layout):
-    both = torch.cat if layout == "stacked" else (lambda pair, dim: torch.stack(pair, 2).flatten(1, 2))
+    both = (
+        torch.cat if layout == "stacked" else (lambda pair, dim: torch.stack(pair, 2).flatten(1, 2))
+    )
     return both([gate.detach(), up.detach()], dim=1).requires_grad_()
 
 
@@ -238,14 +240,30 @@ def test_micro_batches_in_flight_backward_in_any_order():
 
 
 def test_R1_same_bits_every_time():
-    p = problem(30, tokens=100, hidden=64, inner=32, experts=8, topk=3, shared=16, dtype=torch.bfloat16)
+    p = problem(
+        30, tokens=100, hidden=64, inner=32, experts=8, topk=3, shared=16, dtype=torch.bfloat16
+    )
     first = run(p)
     for _ in range(20):
         assert_same_bits(run(p), first)
 
 
+def test_R4_deterministic_mode_fills_new_tensors_before_they_are_written():
+    p = problem(47, shared=4, dtype=torch.bfloat16)
+    want = run(p)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert_same_bits(run(p), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_R2_order_of_other_layers_calls_does_not_matter():
-    a, b = problem(31, dtype=torch.bfloat16), problem(32, hidden=40, experts=4, dtype=torch.bfloat16)
+    a, b = (
+        problem(31, dtype=torch.bfloat16),
+        problem(32, hidden=40, experts=4, dtype=torch.bfloat16),
+    )
     first = run(a), run(b)
     second = run(b), run(a)
     assert_same_bits(first[0], second[1])
@@ -262,7 +280,9 @@ def test_inputs_with_strides(dtype):
     ids = torch.stack([p.ids, p.ids], 2)[..., 0]
     weights = [None if t is None else t.transpose(-1, -2).contiguous().transpose(-1, -2)
                for t in p.weights.each()]  # fmt: skip
-    tensors = [t if t is None else t.detach().requires_grad_() for t in (x, p.topk_weights, *weights)]
+    tensors = [
+        t if t is None else t.detach().requires_grad_() for t in (x, p.topk_weights, *weights)
+    ]
     y = mok.moe(tensors[0], ids, tensors[1], *tensors[2:])
     y.backward(p.d_y)
     grads = [None if t is None else t.grad for t in tensors]

@@ -31,7 +31,9 @@ def plain_route(row, topk, config, bias):
             members = sorted(choice[g * width : (g + 1) * width], reverse=True)
             group_score.append(sum(members[:2]) if config.group_score == "top2" else members[0])
         taken = sorted(range(config.groups), key=lambda g: (-group_score[g], g))
-        allowed = {e for g in taken[: config.topk_groups] for e in range(g * width, (g + 1) * width)}
+        allowed = {
+            e for g in taken[: config.topk_groups] for e in range(g * width, (g + 1) * width)
+        }
     ids = sorted(allowed, key=lambda e: (-choice[e], e))[:topk]
     weights = [scores[e] for e in ids]
     if config.renormalise:
@@ -41,7 +43,11 @@ def plain_route(row, topk, config, bias):
 
 
 CONFIGS = [
-    *(mok.RouterConfig(scoring, renormalise, 2.5) for scoring in SCORINGS for renormalise in (True, False)),
+    *(
+        mok.RouterConfig(scoring, renormalise, 2.5)
+        for scoring in SCORINGS
+        for renormalise in (True, False)
+    ),
     mok.RouterConfig("sigmoid", True, 1.5, 4, 2, bias=True),
     mok.RouterConfig("softmax", True, 1.0, 3, 1, "max", bias=True),
     mok.RouterConfig("sqrt_softplus", True, 1.0, 12, 7),
@@ -142,9 +148,7 @@ def test_G4_one_renormalised_expert_teaches_the_router_nothing():
 def test_gradient_of_weights_and_scores(config):
     logits = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(12) if config.bias else None
-    assert torch.autograd.gradcheck(
-        lambda v: mok.route(v, 3, config, bias=bias)[1:], (logits,)
-    )
+    assert torch.autograd.gradcheck(lambda v: mok.route(v, 3, config, bias=bias)[1:], (logits,))
 
 
 def test_M6_masked_tokens_go_nowhere_and_count_nowhere():
@@ -177,9 +181,7 @@ def test_losses():
     assert mok.load_balancing_loss(peaked, torch.tensor([8, 0, 0, 0])) == 4
     assert mok.load_balancing_loss(scores[:0], torch.zeros(4, dtype=torch.int64)) == 0
     logits = torch.randn(5, 4)
-    torch.testing.assert_close(
-        mok.router_z_loss(logits), logits.exp().sum(1).log().square().mean()
-    )
+    torch.testing.assert_close(mok.router_z_loss(logits), logits.exp().sum(1).log().square().mean())
 
 
 def test_bad_arguments_are_named():
