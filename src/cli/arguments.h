@@ -26,6 +26,8 @@ class Arguments {
   enum class Use { plan, execution };
   Spec spec(Use use) const;
 
+  bool has_sizes() const { return hidden_ || intermediate_ || experts_ || topk_; }
+
   std::string model, routing = "uniform", tokens, pass;
   std::string device = "auto";
 
