@@ -154,7 +154,8 @@ std::vector<int64_t> ids_with_holes(const LayerShape& shape, int64_t tokens) {
   std::vector<int64_t> ids(static_cast<size_t>(tokens * shape.topk));
   for (size_t i = 0; i < ids.size(); ++i) {
     const bool hole = random.below(2 * i, 3) == 0;
-    ids[i] = hole ? -1 : random.below(2 * i + 1, static_cast<uint32_t>(shape.experts));
+    const int64_t expert = random.below(2 * i + 1, static_cast<uint32_t>(shape.experts));
+    ids[i] = hole ? -1 : expert;
   }
   return ids;
 }
