@@ -114,19 +114,17 @@ class PendingTile {
                uint64_t{row_bytes} * (task.row0 + row);
       second_ = reinterpret_cast<uint64_t>(product.gate) + column +
                 uint64_t{row_bytes} * (task.save_row0 + row);
-      bytes_ = row_bytes;
     } else {
       const uint64_t* table = product.row_destination + task.save_row0 + row;
       first_ = flags_ & kRow ? ptx::load_relaxed_gpu(table) : 0;
       second_ = flags_ & kRow << 1 ? ptx::load_relaxed_gpu(table + 8) : 0;
-      bytes_ = column;
     }
   }
 
   __device__ __forceinline__ bool is_gate_up() const { return flags_ & kGateUp; }
 
   template <int kSlot>
-  __device__ __forceinline__ void run_slot() {
+  __device__ __forceinline__ void run_slot(const TileTask& task) {
     constexpr int kPart = kSlot % 4;
     constexpr int kQuarter = kSlot / 4;
     constexpr int kGroup = kQuarter / 2;
@@ -139,13 +137,13 @@ class PendingTile {
     uint64_t to;
     bool valid;
     if (is_gate_up()) {
-      to = (kPart < 2 ? second_ : first_) + uint64_t{bytes_} * (8 * kRowHalf);
+      to = (kPart < 2 ? second_ : first_) + kRowHalf * 16 * product().row_elements;
       if constexpr (kPart == 1) to += up_minus_gate();
       valid = flags_ & (kPart < 2 ? kKeptRow : kRow) << kRowHalf;
     } else {
       to = kRowHalf == 0 ? first_ : second_;
       valid = to != 0;
-      to += bytes_ + kPart * kHalfN * 2;
+      to += (task.col0 + lane_ % 4 * 8 + kPart * kHalfN) * 2;
     }
     to += (kGroup * kGroupN + kFirst * 8) * 2;
 #pragma unroll
@@ -169,9 +167,11 @@ class PendingTile {
   static constexpr uint32_t kGateUp = 1 << 16;
   static constexpr int kProductShift = 24;
 
+  __device__ __forceinline__ const Product& product() const {
+    return products_.product[flags_ >> kProductShift];
+  }
   __device__ __forceinline__ uint64_t up_minus_gate() const {
-    const Product& product = products_.product[flags_ >> kProductShift];
-    return reinterpret_cast<uint64_t>(product.up) - reinterpret_cast<uint64_t>(product.gate);
+    return reinterpret_cast<uint64_t>(product().up) - reinterpret_cast<uint64_t>(product().gate);
   }
   // Lane t of a quad has 4 bytes of each of four 16-byte chunks; it gets the whole of chunk t.
   __device__ __forceinline__ uint4 transpose(const uint32_t (&m)[4]) const {
@@ -187,10 +187,10 @@ class PendingTile {
 
   const Products<kProducts>& products_;
   const uint32_t lane_;
-  // gate_up: the lane's place in hidden and in gate; bytes of a row.
-  // down: destinations of the lane's row and of the row 8 below; the lane's place in either.
+  // gate_up: the lane's place in hidden and in gate. down: destinations of the lane's row and of
+  // the row 8 below. What else a slot needs comes from shared or constant memory: with a few more
+  // registers in use here, the compiler waits for every single wgmma (warning C7511).
   uint64_t first_, second_;
-  uint32_t bytes_;
   uint32_t flags_;
 };
 

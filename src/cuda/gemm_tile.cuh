@@ -222,10 +222,13 @@ class TileConsumer {
     __syncwarp();
     if (leads()) shared_.task_done[task_slot].arrive();
   }
+  __device__ __forceinline__ const TileTask& pending_task() const {
+    return shared_.task[task_at_.slot_before(1)];
+  }
   __device__ __forceinline__ void finish_pending() { finish(task_at_.slot_before(1)); }
   __device__ __forceinline__ void store_pending() {
     [&]<int... kSlot>(std::integer_sequence<int, kSlot...>) {
-      (tile_.template run_slot<kSlot>(), ...);
+      (tile_.template run_slot<kSlot>(pending_task()), ...);
     }(std::make_integer_sequence<int, kEpilogueSlots>{});
     finish_pending();
   }
@@ -271,7 +274,7 @@ class TileConsumer {
       (
           [&] {
             advance_to(kSlot * steps / kEpilogueSlots + 1);
-            if (pending) tile_.template run_slot<kSlot>();
+            if (pending) tile_.template run_slot<kSlot>(pending_task());
           }(),
           ...);
     }(std::make_integer_sequence<int, kEpilogueSlots>{});
