@@ -36,6 +36,7 @@ struct RankRecord {
   int64_t memory_bytes;
   int64_t tensor_bytes;
   int32_t failed;
+  int32_t killed;
   ErrorCode code;
   char text[1024];
   int32_t changed_repeat;  // 0 = none
@@ -290,7 +291,8 @@ class SharedRun {
       if (WIFSIGNALED(status)) {
         const std::string text = "rank " + std::to_string(r) + " was ended by signal " +
                                  std::to_string(WTERMSIG(status));
-        note_failure(record(r), ErrorCode::internal, text.c_str());
+        note_failure(record(r), ErrorCode::aborted, text.c_str());
+        record(r).killed = 1;
       }
     }
   }
@@ -347,7 +349,10 @@ class SharedRun {
   void raise() const {
     const RankRecord* worst = nullptr;
     const auto order = [](const RankRecord& r) {
-      return r.code == ErrorCode::aborted ? 2 : r.code == ErrorCode::deadline ? 1 : 0;
+      return r.killed                        ? 0
+             : r.code == ErrorCode::aborted  ? 2
+             : r.code == ErrorCode::deadline ? 1
+                                             : 0;
     };
     for (int r = 0; r < spec_.ranks(); ++r) {
       if (!record(r).failed) continue;
