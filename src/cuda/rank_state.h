@@ -12,8 +12,8 @@
 
 namespace mok::cuda {
 
-inline constexpr int kScheduleChunks = 32;       // slots are counted and placed in this many tasks
-inline constexpr int kPublishTasks = 16;         // ids are published in this many tasks
+inline constexpr int kScheduleChunks = 128;      // slots are counted and placed in this many tasks
+inline constexpr int kPublishTasks = 64;         // ids are published in this many tasks
 inline constexpr int kFetchListTasks = 32;       // each makes the lists of every 32nd minibatch
 inline constexpr int kMostMinibatchTiles = 256;  // a fetch list is sorted in shared memory
 

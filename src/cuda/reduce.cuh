@@ -8,10 +8,14 @@
 
 namespace mok::cuda {
 
+inline constexpr int kMostReduceTokens = 16;
+
 struct ReduceShared {
   int32_t ticket;
   int32_t go;
-  float sigma[plan::kTileRows];  // of the task's tokens
+  float sigma[kMostReduceTokens];
+  float weight[kMostReduceTokens * kMaxTopk];
+  int32_t id[kMostReduceTokens * kMaxTopk];
 };
 
 // Eight bf16 of one 16-byte piece.
@@ -34,23 +38,27 @@ class Reducer {
                      ReduceShared& shared)
       : rank_(rank), plan_(p), wait_(waiter), shared_(shared) {}
 
-  // `ticket`: the first one, already drawn by this block, or -1.
+  // `ticket`: the first one, already drawn by this block, or -1. The next one is drawn while the
+  // rows of this one are on their way.
   __device__ void run(int32_t ticket) {
     const int32_t end = plan::tickets(plan_, plan::Queue::compute);
-    while (true) {
-      if (ticket < 0) {
-        if (thread_ == 0) {
-          shared_.ticket = static_cast<int32_t>(atomicAdd(&rank_.tickets->compute, 1));
-        }
-        sync();
-        ticket = shared_.ticket;
+    const auto draw = [&] {
+      if (thread_ == 0) {
+        shared_.ticket = static_cast<int32_t>(atomicAdd(&rank_.tickets->compute, 1));
       }
-      if (ticket >= end) return;
+    };
+    if (ticket < 0) {
+      draw();
+      sync();
+      ticket = shared_.ticket;
+    }
+    while (ticket < end) {
       const plan::Task task = plan::decode(plan_, plan::Queue::compute, ticket);
       if (!ready(task)) return;
+      draw();
       reduce(task);
-      ticket = -1;
       sync();
+      ticket = shared_.ticket;
     }
   }
 
@@ -64,9 +72,16 @@ class Reducer {
       bool go = true;
       plan::for_each_wait(plan_, task, [&](plan::Wait w) {
         if (!go || w.counter == plan::Counter::sigma) return;  // computed right here
+        if (plan::is_flag(w.counter) && all_returned_) return;
         go = wait_.wait(w, static_cast<int>(task.kind));
       });
       shared_.go = go;
+    }
+    all_returned_ = true;
+    for (int i = thread_; i < (task.end - task.begin) * plan_.g.topk; i += kReducers) {
+      const int64_t slot = int64_t{task.begin} * plan_.g.topk + i;
+      shared_.weight[i] = rank_.weights[slot];
+      shared_.id[i] = rank_.at<int32_t>(plan::Buffer::ids, plan_.g.rank)[slot];
     }
     sync();
     return shared_.go != 0;
@@ -99,52 +114,69 @@ class Reducer {
   }
 
   __device__ void reduce(const plan::Task& task) {
+    if (plan_.g.shared_gate) sigmas(task);
+    const int items = (task.end - task.begin) * (plan_.g.hidden / 8);
+    constexpr int kItems = 2;  // at once: enough loads in flight to fill the memory's pipe
+    int i = thread_;
+    for (; i + kReducers < items; i += kItems * kReducers) reduce_items<kItems>(task, i);
+    if (i < items) reduce_items<1>(task, i);
+  }
+
+  // Items i, i + kReducers, ...: eight columns of a token each.
+  template <int kItems>
+  __device__ __forceinline__ void reduce_items(const plan::Task& task, int first) {
     const plan::Geometry& g = plan_.g;
-    if (g.shared_gate) sigmas(task);
-    const int pieces = g.hidden / 8;  // of a row
-    const bool bad = rank_.tickets->bad_id != 0;
+    const int pieces = g.hidden / 8;
+    int local[kItems], column[kItems];
+    float acc[kItems][8];
+#pragma unroll
+    for (int n = 0; n < kItems; ++n) {
+      local[n] = (first + n * kReducers) / pieces;
+      column[n] = (first + n * kReducers) % pieces * 8;
+      for (int j = 0; j < 8; ++j) acc[n][j] = 0;
+      if (!g.has_shared()) continue;
+      const auto* r_s = rank_.at<__nv_bfloat16>(plan::Buffer::shared_rows) +
+                        int64_t{task.begin + local[n]} * g.hidden + column[n];
+      const Eight r = Eight::unpack(load(r_s));
+      const float sigma = g.shared_gate ? shared_.sigma[local[n]] : 1.0f;
+      for (int j = 0; j < 8; ++j) acc[n][j] = sigma * r.v[j];
+    }
     const auto* rows = rank_.at<__nv_bfloat16>(plan::Buffer::returned_rows, g.rank);
-    const auto* shared_rows = rank_.at<__nv_bfloat16>(plan::Buffer::shared_rows);
-    const auto* ids = rank_.at<int32_t>(plan::Buffer::ids, g.rank);
-    const int items = (task.end - task.begin) * pieces;
-    for (int i = thread_; i < items; i += kReducers) {
-      const int token = task.begin + i / pieces;
-      const int column = i % pieces * 8;
-      float acc[8] = {};
-      if (g.has_shared()) {
-        const Eight r = Eight::unpack(load(shared_rows + int64_t{token} * g.hidden + column));
-        const float sigma = g.shared_gate ? shared_.sigma[token - task.begin] : 1.0f;
-        for (int j = 0; j < 8; ++j) acc[j] = sigma * r.v[j];
-      }
-      constexpr int kAtOnce = 8;
-      for (int k0 = 0; k0 < g.topk; k0 += kAtOnce) {
-        uint4 raw[kAtOnce];
-        float weight[kAtOnce];
-        bool routed[kAtOnce];
+    constexpr int kAtOnce = 8;
+    for (int k0 = 0; k0 < g.topk; k0 += kAtOnce) {
+      uint4 raw[kItems][kAtOnce];
+      const auto routed = [&](int n, int k) {
+        return k0 + k < g.topk && shared_.id[local[n] * g.topk + k0 + k] >= 0;
+      };
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          const int64_t slot = int64_t{token} * g.topk + k0 + k;
-          routed[k] = k0 + k < g.topk && ids[slot] >= 0;
-          if (!routed[k]) continue;
-          weight[k] = rank_.weights[slot];
-          raw[k] = load(rows + slot * g.hidden + column);
-        }
+      for (int k = 0; k < kAtOnce; ++k) {
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (!routed[k]) continue;
-          const Eight r = Eight::unpack(raw[k]);
-          for (int j = 0; j < 8; ++j) acc[j] = fmaf(weight[k], r.v[j], acc[j]);
+        for (int n = 0; n < kItems; ++n) {
+          const int64_t slot = int64_t{task.begin + local[n]} * g.topk + k0 + k;
+          if (routed(n, k)) raw[n][k] = load(rows + slot * g.hidden + column[n]);
         }
       }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+        for (int n = 0; n < kItems; ++n) {
+          if (!routed(n, k)) continue;
+          const float weight = shared_.weight[local[n] * g.topk + k0 + k];
+          const Eight r = Eight::unpack(raw[n][k]);
+          for (int j = 0; j < 8; ++j) acc[n][j] = fmaf(weight, r.v[j], acc[n][j]);
+        }
+      }
+    }
+    const bool bad = rank_.tickets->bad_id != 0;
+#pragma unroll
+    for (int n = 0; n < kItems; ++n) {
       if (bad) {
-        for (int j = 0; j < 8; ++j) acc[j] = __int_as_float(0x7fffffff);
+        for (int j = 0; j < 8; ++j) acc[n][j] = __int_as_float(0x7fffffff);
       }
-      uint4 out;
-      out.x = ptx::pack_bf16(acc[0], acc[1]);
-      out.y = ptx::pack_bf16(acc[2], acc[3]);
-      out.z = ptx::pack_bf16(acc[4], acc[5]);
-      out.w = ptx::pack_bf16(acc[6], acc[7]);
-      ptx::store_global_16(rank_.y + token * rank_.y_stride + column, out);
+      const uint4 out{ptx::pack_bf16(acc[n][0], acc[n][1]), ptx::pack_bf16(acc[n][2], acc[n][3]),
+                      ptx::pack_bf16(acc[n][4], acc[n][5]), ptx::pack_bf16(acc[n][6], acc[n][7])};
+      ptx::store_global_16(rank_.y + int64_t{task.begin + local[n]} * rank_.y_stride + column[n],
+                           out);
     }
   }
 
@@ -153,6 +185,7 @@ class Reducer {
   const Waiter& wait_;
   ReduceShared& shared_;
   const int thread_ = threadIdx.x - kWarpgroup;
+  bool all_returned_ = false;
 };
 
 }  // namespace mok::cuda

@@ -1,12 +1,15 @@
 // The schedule, built by the blocks of a rank before they take up their roles.
 //
-//   tickets   publish x 16   ids of own tokens -> symmetric memory, as int32
+//   tickets   publish x 64   ids of own tokens -> symmetric memory, as int32
 //             announce       header and `arrived` flag to every rank       after all publish
-//             count x 32     rows of each local expert in a chunk of slots after all ranks arrived
+//             count x 128    rows of each local expert in a chunk of slots after all ranks arrived
 //             layout         first row of each expert, tile table          after all count
-//             place x 32     slot <-> row, in slot order                   after layout
+//             place x 128    slot <-> row, in slot order                   after layout
 //             list x 32      fetch lists of the minibatches                after all place
 //             phases         the two queues                                after all list
+//
+// Each step is a handful of dependent look-ups: what counts is that a thread's look-ups of one kind
+// are all asked for before the first is used (kAtOnce), and that a step has a task for every SM.
 //
 // All threads of a block work on one ticket; a ticket waits for earlier ones only, so one resident
 // block is enough. Shared memory is scratch here.
@@ -21,8 +24,8 @@ struct ScheduleShared {
   int32_t ticket;
   int32_t go;
   int32_t warp_sum[kThreads / kWarp];
+  int32_t tokens[kMaxRanks];
   int32_t source_count[kMaxRanks];
-  int32_t warp_source[kThreads / kWarp][kMaxRanks];
   plan::Plan plan;
   alignas(16) int32_t scratch[(kThreads / kWarp) * kMaxExperts];
 };
@@ -82,6 +85,7 @@ class ScheduleBuilder {
 
  private:
   static constexpr int kWarps = kThreads / kWarp;
+  static constexpr int kAtOnce = 4;
   __device__ const plan::Geometry& g() const { return rank_.g; }
   __device__ int lane() const { return threadIdx.x % kWarp; }
   __device__ int warp() const { return threadIdx.x / kWarp; }
@@ -105,19 +109,35 @@ class ScheduleBuilder {
     }
   }
 
+  __device__ int32_t own_id(int64_t i) const {
+    if (!rank_.ids_are_64) return static_cast<const int32_t*>(rank_.ids)[i];
+    const int64_t id = static_cast<const int64_t*>(rank_.ids)[i];
+    return id >= INT32_MIN && id <= INT32_MAX ? static_cast<int32_t>(id) : INT32_MIN;
+  }
+
+  // Calls load(i) for up to kAtOnce of the thread's i in [begin, end), then use(i, value) for each.
+  template <class Load, class Use>
+  __device__ void batches(int64_t begin, int64_t end, int64_t stride, Load&& load, Use&& use) {
+    for (int64_t base = begin; base < end; base += kAtOnce * stride) {
+      int32_t value[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (base + u * stride < end) value[u] = load(base + u * stride);
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (base + u * stride < end) use(base + u * stride, value[u]);
+      }
+    }
+  }
+
   __device__ void publish(int task) {
     const int64_t n = int64_t{g().own_tokens()} * g().topk;
     const int64_t begin = n * task / kPublishTasks, end = n * (task + 1) / kPublishTasks;
     int32_t* out = rank_.at<int32_t>(plan::Buffer::ids, g().rank);
-    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-      if (rank_.ids_are_64) {
-        const int64_t id = static_cast<const int64_t*>(rank_.ids)[i];
-        const bool fits = id >= INT32_MIN && id <= INT32_MAX;
-        out[i] = fits ? static_cast<int32_t>(id) : INT32_MIN;
-      } else {
-        out[i] = static_cast<const int32_t*>(rank_.ids)[i];
-      }
-    }
+    batches(
+        begin + threadIdx.x, end, kThreads, [&](int64_t i) { return own_id(i); },
+        [&](int64_t i, int32_t id) { out[i] = id; });
   }
 
   __device__ void announce() {
@@ -140,6 +160,7 @@ class ScheduleBuilder {
         here = false;
       }
     }
+    if (r < g().ranks) shared_.tokens[r] = rank_.control(g().rank)->from[r].tokens;
     return __syncthreads_and(here);
   }
 
@@ -157,18 +178,19 @@ class ScheduleBuilder {
     const int64_t begin = int64_t{chunk} * chunk_slots();
     const int64_t end = min(begin + chunk_slots(), g().slots());
     const int per_rank = g().max_tokens * g().topk;
-    for (int64_t slot = begin + threadIdx.x; slot < end; slot += kThreads) {
+    const auto look = [&](int64_t slot) {
       const int src = static_cast<int>(slot / per_rank);
       const int index = static_cast<int>(slot % per_rank);
-      const int tokens = rank_.control(g().rank)->from[src].tokens;
-      int32_t id = -1;
-      if (index < tokens * g().topk) id = rank_.at<int32_t>(plan::Buffer::ids, src)[index];
+      if (index >= shared_.tokens[src] * g().topk) return -1;
+      return rank_.at<int32_t>(plan::Buffer::ids, src)[index];
+    };
+    batches(begin + threadIdx.x, end, kThreads, look, [&](int64_t slot, int32_t id) {
       if (id < -1 || id >= g().experts) atomicMax(&rank_.tickets->bad_id, ~uint32_t(slot));
       const int expert = id - g().first_expert();
       const bool local = id >= 0 && expert >= 0 && expert < experts;
       rank_.tables.slot_row[slot] = local ? expert : -1;  // a local copy for `place`
       if (local) atomicAdd(&hist[expert], 1);
-    }
+    });
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += kThreads) {
       rank_.tables.chunk_count[chunk * experts + e] = hist[e];
@@ -204,11 +226,18 @@ class ScheduleBuilder {
       const int e = base + threadIdx.x;
       int32_t sum = 0;
       if (e < experts) {
-        for (int c = 0; c < kScheduleChunks; ++c) {
-          int32_t* entry = &rank_.tables.chunk_count[c * experts + e];
-          const int32_t n = bad ? 0 : *entry;
-          *entry = sum;
-          sum += n;
+        constexpr int kLoads = 32;
+        for (int c0 = 0; c0 < kScheduleChunks; c0 += kLoads) {
+          int32_t n[kLoads];
+#pragma unroll
+          for (int c = 0; c < kLoads; ++c) {
+            n[c] = rank_.tables.chunk_count[(c0 + c) * experts + e];
+          }
+#pragma unroll
+          for (int c = 0; c < kLoads; ++c) {
+            rank_.tables.chunk_count[(c0 + c) * experts + e] = sum;
+            if (!bad) sum += n[c];
+          }
         }
         rows[e] = sum;
       }
@@ -308,10 +337,10 @@ class ScheduleBuilder {
     const int per_warp = chunk_slots() / kWarps;
     const int64_t begin = int64_t{chunk} * chunk_slots() + int64_t{warp()} * per_warp;
     const int64_t end = min(begin + per_warp, g().slots());
-    for (int64_t slot = begin + lane(); slot < end; slot += kWarp) {
-      const int32_t expert = rank_.tables.slot_row[slot];
+    const auto look = [&](int64_t slot) { return rank_.tables.slot_row[slot]; };
+    batches(begin + lane(), end, kWarp, look, [&](int64_t, int32_t expert) {
       if (expert >= 0) atomicAdd(&mine[expert], 1);
-    }
+    });
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += kThreads) {
       int32_t row = rank_.tables.expert_begin[e] + rank_.tables.chunk_count[chunk * experts + e];
@@ -324,9 +353,10 @@ class ScheduleBuilder {
     __syncthreads();
     const bool bad = rank_.tickets->bad_id != 0;
     const int64_t row_bytes = int64_t{g().hidden} * 2;
-    for (int64_t base = begin; base < end; base += kWarp) {
-      const int64_t slot = base + lane();
-      const int32_t expert = slot < end ? rank_.tables.slot_row[slot] : -1;
+    // Warps whose part ends early still take part in the last match.
+    const int64_t whole = begin < end ? begin + (end - begin + kWarp - 1) / kWarp * kWarp : begin;
+    const auto look_within = [&](int64_t slot) { return slot < end ? look(slot) : -1; };
+    batches(begin + lane(), whole, kWarp, look_within, [&](int64_t slot, int32_t expert) {
       const uint32_t same = __match_any_sync(~0u, expert);
       const int before = __popc(same & ((1u << lane()) - 1));
       int32_t row = -1;
@@ -334,54 +364,87 @@ class ScheduleBuilder {
       __syncwarp();
       if (expert >= 0 && before == 0) mine[expert] += __popc(same);
       __syncwarp();
-      if (slot >= end) continue;
+      if (slot >= end) return;
       rank_.tables.slot_row[slot] = bad ? -1 : row;
-      if (row < 0 || bad) continue;
+      if (row < 0 || bad) return;
       rank_.tables.row_slot[row] = static_cast<int32_t>(slot);
       const int src = g().slot_rank(static_cast<int32_t>(slot));
       rank_.tables.row_destination[row] =
           reinterpret_cast<uint64_t>(rank_.at<uint8_t>(plan::Buffer::returned_rows, src)) +
           g().owner_index(static_cast<int32_t>(slot)) * row_bytes;
-    }
+    });
   }
 
-  // First pass: number the fetched rows of each source in row order. Second: their positions.
+  // As plan::is_fetched, for a row with a slot; all look-ups at once.
+  __device__ bool is_fetched(int32_t row, int32_t slot) const {
+    const plan::Plan& p = shared_.plan;
+    const int src = p.g.slot_rank(slot);
+    if (src == p.g.rank) return true;
+    const int32_t window_rows = p.g.window_tiles(p.s.tiles) * plan::kTileRows;
+    const int32_t window_begin = row / window_rows * window_rows;
+    const int32_t* rows = p.s.slot_row + (slot - p.g.slot_k(slot));
+    bool first = true;
+    constexpr int kLoads = 8;
+    for (int k0 = 0; k0 < p.g.topk; k0 += kLoads) {
+      int32_t other[kLoads];
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) other[k] = k0 + k < p.g.topk ? rows[k0 + k] : -1;
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k)
+        first = first && !(other[k] >= window_begin && other[k] < row);
+    }
+    return first;
+  }
+
+  // Warps take groups of 32 rows: count the fetched rows of each source, sum over the groups, then
+  // every fetched row knows its number among those of its source.
   __device__ void list(int m) {
     const plan::Plan& p = shared_.plan;
     const int first = plan::minibatch_begin(p, m) * plan::kTileRows;
-    const int rows = plan::minibatch_tiles(p, m) * plan::kTileRows;
+    const int groups = plan::minibatch_tiles(p, m) * (plan::kTileRows / kWarp);
+    int32_t* count = shared_.scratch;  // [groups][kMaxRanks], then sums of the groups before
+    auto* source = reinterpret_cast<int8_t*>(  // [rows] rank, or -1
+        shared_.scratch + kMostMinibatchTiles * (plan::kTileRows / kWarp) * kMaxRanks);
     __syncthreads();
-    if (threadIdx.x < kMaxRanks) shared_.source_count[threadIdx.x] = 0;
-    for (int base = 0; base < rows; base += kThreads) {
-      __syncthreads();
-      const int i = base + threadIdx.x;
-      const bool fetched = i < rows && plan::is_fetched(p.g, p.s, first + i);
-      const int src = fetched ? p.g.slot_rank(p.s.row_slot[first + i]) : -1;
+    for (int i = threadIdx.x; i < groups * kMaxRanks; i += kThreads) count[i] = 0;
+    __syncthreads();
+    const auto look = [&](int64_t group) {
+      return p.s.row_slot[first + static_cast<int>(group) * kWarp + lane()];
+    };
+    batches(warp(), groups, kWarps, look, [&](int64_t group, int32_t slot) {
+      const int i = static_cast<int>(group) * kWarp + lane();
+      const bool fetched = slot >= 0 && is_fetched(first + i, slot);
+      const int src = fetched ? p.g.slot_rank(slot) : -1;
       const uint32_t same = __match_any_sync(~0u, src);
-      const int before = __popc(same & ((1u << lane()) - 1));
-      if (lane() < kMaxRanks) shared_.warp_source[warp()][lane()] = 0;
-      __syncwarp();
-      if (src >= 0 && before == 0) shared_.warp_source[warp()][src] = __popc(same);
-      __syncthreads();
-      int number = before;
-      if (src >= 0) {
-        number += shared_.source_count[src];
-        for (int w = 0; w < warp(); ++w) number += shared_.warp_source[w][src];
+      if (src >= 0 && (same & ((1u << lane()) - 1)) == 0) {
+        count[group * kMaxRanks + src] = __popc(same);
       }
-      __syncthreads();
-      if (threadIdx.x < kMaxRanks) {
-        for (int w = 0; w < kWarps; ++w) {
-          shared_.source_count[threadIdx.x] += shared_.warp_source[w][threadIdx.x];
+      source[i] = static_cast<int8_t>(src);
+    });
+    __syncthreads();
+    if (warp() < p.g.ranks) {
+      int32_t sum = 0;
+      for (int base = 0; base < groups; base += kWarp) {
+        int32_t* entry = &count[(base + lane()) * kMaxRanks + warp()];
+        const int32_t mine = base + lane() < groups ? *entry : 0;
+        int32_t upto = mine;
+        for (int d = 1; d < kWarp; d *= 2) {
+          const int32_t below = __shfl_up_sync(~0u, upto, d);
+          if (lane() >= d) upto += below;
         }
+        if (base + lane() < groups) *entry = sum + upto - mine;
+        sum += __shfl_sync(~0u, upto, kWarp - 1);
       }
-      if (i < rows) shared_.scratch[i] = src >= 0 ? number * kMaxRanks + src : -1;
+      if (lane() == 0) shared_.source_count[warp()] = sum;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < rows; i += kThreads) {
-      const int32_t entry = shared_.scratch[i];
-      if (entry < 0) continue;
-      const int32_t position =
-          plan::fetch_position(p.g, shared_.source_count, entry % kMaxRanks, entry / kMaxRanks);
+    for (int group = warp(); group < groups; group += kWarps) {
+      const int i = group * kWarp + lane();
+      const int src = source[i];
+      const uint32_t same = __match_any_sync(~0u, src);
+      if (src < 0) continue;
+      const int number = count[group * kMaxRanks + src] + __popc(same & ((1u << lane()) - 1));
+      const int position = plan::fetch_position(p.g, shared_.source_count, src, number);
       rank_.tables.fetch_row[first + position] = first + i;
     }
     if (threadIdx.x == 0) {
@@ -389,6 +452,7 @@ class ScheduleBuilder {
       for (int r = 0; r < p.g.ranks; ++r) all += shared_.source_count[r];
       rank_.tables.fetch_count[m] = all;
     }
+    __syncthreads();
   }
 
   __device__ void build_queues() {
