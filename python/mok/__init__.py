@@ -11,7 +11,7 @@ See docs/python.md.
 from mok._library import library_version
 from mok.autograd import moe
 from mok.checkpoint import checkpoint_policy
-from mok.group import Group, Options, default_group, init, new_group, reserve
+from mok.group import Group, Options, default_group, init, local_group, new_group, reserve
 from mok.layer import MoELayer, Routing
 from mok.losses import load_balancing_loss, router_z_loss
 from mok.router import RouterConfig, expert_counts, route
@@ -29,6 +29,7 @@ __all__ = [
     "expert_counts",
     "init",
     "load_balancing_loss",
+    "local_group",
     "moe",
     "new_group",
     "reserve",

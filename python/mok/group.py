@@ -285,6 +285,16 @@ def new_group(
     )
 
 
+def local_group(*, max_tokens: int | None = None, options: Options | None = None) -> Group:
+    """A group of this process alone, whether or not torch.distributed is initialised.
+
+    Raises ValueError: max_tokens is negative.
+    """
+    if max_tokens is not None and max_tokens < 0:
+        raise ValueError(f"max_tokens: {max_tokens} is negative")
+    return Group("", 0, 1, max_tokens, 0, 60, options or Options(), None)
+
+
 def _host() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

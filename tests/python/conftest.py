@@ -1,4 +1,4 @@
-"""Shared fixtures. Tests named after a row of the table of public cases carry its id (G7, Z3, ...)."""
+"""Shared fixtures. Tests that stem from a publicly reported case carry its id (G7, Z3, ...)."""
 
 import pytest
 import torch

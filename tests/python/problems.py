@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import mok
 import torch
+
 from reference import Weights
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 2e-4, torch.float64: 1e-11}
@@ -28,8 +29,8 @@ def sum_dtype(dtype):
 
 
 def problem(
-    seed, tokens=13, hidden=24, inner=10, experts=6, topk=2, shared=0, shared_gate=False, limit=None,
-    dropped=0.1, dtype=torch.float64,
+    seed, tokens=13, hidden=24, inner=10, experts=6, topk=2, shared=0, shared_gate=False,
+    limit=None, dropped=0.1, dtype=torch.float64,
 ):  # fmt: skip
     print(f"seed {seed}")
     g = torch.Generator().manual_seed(seed)
@@ -44,8 +45,10 @@ def problem(
     if dropped:
         ids[torch.rand(ids.shape, generator=g) < dropped] = -1
     weights = Weights(
-        matrix(experts, inner, hidden), matrix(experts, inner, hidden), matrix(experts, hidden, inner)
-    )  # fmt: skip
+        matrix(experts, inner, hidden),
+        matrix(experts, inner, hidden),
+        matrix(experts, hidden, inner),
+    )
     if shared:
         weights.shared_gate, weights.shared_up = matrix(shared, hidden), matrix(shared, hidden)
         weights.shared_down = matrix(hidden, shared)

@@ -1,4 +1,4 @@
-"""The contract once more, independently of the library: plain PyTorch, a loop over experts, autograd.
+"""The contract once more, independently of the library: PyTorch, a loop over experts, autograd.
 
 Everything is computed in float64. With ``rounding`` the stated roundings to bf16 are made, forward
 and backward; sums stay in float64.
@@ -90,12 +90,11 @@ def expert(x, w, gate, up, down, limit, rounding, from_rows=False):
 
 def moe(x, ids, topk_weights, weights, limit=None, rounding=False):
     """y [G, H] of all tokens; leaves are float64."""
-    tokens, topk = ids.shape
     total = torch.zeros_like(x)
     round_gradient = _RoundGradient.apply if rounding else (lambda t: t)
     x = round_gradient(x)
     if weights.shared_gate is not None:
-        sigma = torch.ones(tokens, dtype=x.dtype)
+        sigma = torch.ones(len(x), dtype=x.dtype)
         if weights.gate_vector is not None:
             sigma = torch.sigmoid(x @ weights.gate_vector[0])
         total = expert(

@@ -4,11 +4,11 @@ import mok
 import pytest
 import torch
 from problems import assert_same_bits, leaves, problem, same_bits
-from reference import Weights
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from reference import Weights
 
 GROUPS = []
 
@@ -50,8 +50,10 @@ def test_K2_opcheck_forward(settings):
         )  # fmt: skip
     arguments[-2] = 0
     torch.library.opcheck(torch.ops.mok.forward.default, arguments)
-    with_grad = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point()
-                 else t for t in arguments]  # fmt: skip
+    with_grad = [
+        t.detach().requires_grad_() if torch.is_tensor(t) and t.is_floating_point() else t
+        for t in arguments
+    ]
     torch.library.opcheck(torch.ops.mok.forward.default, with_grad)
 
 
@@ -131,7 +133,7 @@ def test_compiled_moe_has_the_same_bits(settings):
 def test_compiled_layer(layout):
     """Router, shared expert, token mask and what the layer returns; the whole in one graph."""
     layer = mok.MoELayer(16, 8, 4, 2, shared_intermediate=6, shared_gate=True, layout=layout,
-                         router=mok.RouterConfig("sigmoid", bias=True, groups=2, topk_groups=1))  # fmt: skip
+                         router=mok.RouterConfig("sigmoid", bias=True, groups=2))  # fmt: skip
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 5, 16)
     mask = torch.rand(2, 5) < 0.8

@@ -11,8 +11,8 @@ def good():
     return problem(1, shared=4, shared_gate=True, dtype=torch.bfloat16)
 
 
-NAMES = ("x", "topk_ids", "topk_weights", "w_gate", "w_up", "w_down", "w_shared_gate", "w_shared_up",
-         "w_shared_down", "shared_gate_vector")  # fmt: skip
+NAMES = ("x", "topk_ids", "topk_weights", "w_gate", "w_up", "w_down", "w_shared_gate",
+         "w_shared_up", "w_shared_down", "shared_gate_vector")  # fmt: skip
 
 
 def arguments(p):

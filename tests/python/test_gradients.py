@@ -6,9 +6,10 @@ import weakref
 
 import mok
 import pytest
-import reference
 import torch
 from problems import assert_same_bits, flat, leaves, problem, run, same_bits
+
+import reference
 
 
 def call(p, tensors, **settings):
@@ -56,7 +57,7 @@ def test_G4_top_1():
     y, _, d_w, _ = run(p)
     torch.testing.assert_close(d_w[:, 0], (y * p.d_y).sum(1))  # dw = <f(x), d_y>
     assert d_w.abs().min() > 1e-6
-    with pytest.raises(ValueError, match="topk_weights.*expected"):
+    with pytest.raises(ValueError, match=r"topk_weights.*expected"):
         mok.moe(p.x, p.ids, p.topk_weights[:, 0], *p.weights.each())
 
 

@@ -5,9 +5,10 @@ import math
 
 import mok
 import pytest
-import reference
 import torch
 from problems import same_bits
+
+import reference
 from reference import Weights
 
 
@@ -220,8 +221,9 @@ def test_presets():
     layer = mok.MoELayer.from_preset("qwen3.5-35b-a3b", device="meta", dtype=torch.bfloat16)
     assert layer.w_gate.shape == (256, 512, 2048) and layer.w_down.shape == (256, 2048, 512)
     assert layer.shared_gate_vector.shape == (1, 2048) and layer.topk == preset.topk
-    small = mok.MoELayer.from_preset("deepseek-v3", hidden=16, intermediate=8, shared_intermediate=8,
-                                     experts=16)  # fmt: skip
+    small = mok.MoELayer.from_preset(
+        "deepseek-v3", hidden=16, intermediate=8, shared_intermediate=8, experts=16
+    )
     y, routing = small(torch.randn(5, 16), return_routing=True)
     assert y.isfinite().all() and small.router_bias.shape == (16,)
     torch.testing.assert_close(routing.topk_weights.sum(-1), torch.full((5,), 2.5))
@@ -247,16 +249,20 @@ def test_bad_arguments_are_named():
         with pytest.raises(error, match=f"^{name}"):
             make(**settings)
     layer = make()
-    x = torch.randn(4, 12)
+    x, ones = torch.randn(4, 12), torch.ones(4, 1)
+
+    def given(ids, weights):
+        return layer(x, topk_ids=ids, topk_weights=weights)
+
     for error, name, call in (
         (ValueError, "x", lambda: layer(x[:, :5])),
         (TypeError, "token_mask", lambda: layer(x, token_mask=torch.ones(4))),
         (ValueError, "token_mask", lambda: layer(x, token_mask=torch.ones(3) > 0)),
-        (ValueError, "topk_ids", lambda: layer(x, topk_ids=torch.full((4, 1), 4), topk_weights=torch.ones(4, 1))),
-        (ValueError, "topk_weights", lambda: layer(x, topk_ids=torch.full((4, 1), 0), topk_weights=torch.ones(4, 2))),
-        (TypeError, "topk_ids", lambda: layer(x, topk_ids=torch.zeros(4, 1), topk_weights=torch.ones(4, 1))),
-        (TypeError, "topk_weights", lambda: layer(x, topk_ids=torch.full((4, 1), 0), topk_weights=torch.ones(4, 1).bfloat16())),
-    ):  # fmt: skip
+        (ValueError, "topk_ids", lambda: given(torch.full((4, 1), 4), ones)),
+        (ValueError, "topk_weights", lambda: given(torch.full((4, 1), 0), torch.ones(4, 2))),
+        (TypeError, "topk_ids", lambda: given(torch.zeros(4, 1), ones)),
+        (TypeError, "topk_weights", lambda: given(torch.full((4, 1), 0), ones.bfloat16())),
+    ):
         with pytest.raises(error, match=rf"^(mok \[bad routing\]: )?{name}"):
             call()
         assert layer(x).isfinite().all()  # the next good call works

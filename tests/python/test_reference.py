@@ -1,9 +1,10 @@
 """The layer against an independent PyTorch implementation of the contract."""
 
 import pytest
-import reference
 import torch
 from problems import TOLERANCE, flat, problem, run
+
+import reference
 
 SHAPES = {
     "plain": {},
