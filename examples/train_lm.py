@@ -10,6 +10,7 @@ same bits.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import random
@@ -386,50 +387,43 @@ def train(options):
         return total.item() / len(valid)
 
     if rank == 0:
-        parameters = sum(p.numel() for p in gradients.shared) + ranks * sum(
-            p.numel() for p in gradients.local
-        )
+        counts = [sum(p.numel() for p in each) for each in (gradients.shared, gradients.local)]
+        parameters = counts[0] + ranks * counts[1]
         megabytes = (len(train_text) + len(valid_text)) / 1e6
-        print(f"{parameters / 1e6:.1f} M parameters, {LAYERS} layers of {EXPERTS} experts (top {TOPK}) "
-              f"over {ranks} rank(s); {megabytes:.1f} MB of text", flush=True)  # fmt: skip
+        print(f"{parameters / 1e6:.1f} M parameters; {LAYERS} layers of {EXPERTS} experts, "
+              f"top {TOPK}; {ranks} rank(s); {megabytes:.1f} MB of text", flush=True)  # fmt: skip
 
     losses, loads, validation, recorded = [], [], [], []
-    display = Display(options.steps) if rank == 0 else None
-    if display:
-        display.__enter__()
-    for step in range(options.steps):
-        started = time.perf_counter()
-        batch = windows(train_text, options.batch, generator)[own]
-        recording = step < REPLAYED_STEPS
-        for block in model.blocks:
-            block.experts.record = [] if recording else None
-        loss, scores, counts = model(batch)
-        dist.all_reduce(counts)
-        balance = sum(mok.load_balancing_loss(s, c) for s, c in zip(scores, counts, strict=True))
-        optimizer.zero_grad(set_to_none=True)
-        (loss + 0.01 * balance).backward()
-        if recording:
-            recorded.append([Replay.of(block.experts) for block in model.blocks])
-        gradients.combine()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, options.steps)
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / ranks)
-        loads.append(counts.tolist())
-        if step + 1 in (
-            options.steps // 4,
-            options.steps // 2,
-            3 * options.steps // 4,
-            options.steps,
-        ):
-            validation.append((step + 1, validate()))
-        if display:
-            speed = options.batch * CONTEXT / (time.perf_counter() - started)
-            display.show(step + 1, losses[-1], speed, loads[-1])
-    if display:
-        display.__exit__()
+    milestones = {options.steps * quarter // 4 for quarter in (1, 2, 3, 4)}
+    with Display(options.steps) if rank == 0 else contextlib.nullcontext() as display:
+        for step in range(options.steps):
+            started = time.perf_counter()
+            batch = windows(train_text, options.batch, generator)[own]
+            recording = step < REPLAYED_STEPS
+            for block in model.blocks:
+                block.experts.record = [] if recording else None
+            loss, scores, counts = model(batch)
+            dist.all_reduce(counts)
+            balance = sum(
+                mok.load_balancing_loss(s, c) for s, c in zip(scores, counts, strict=True)
+            )
+            optimizer.zero_grad(set_to_none=True)
+            (loss + 0.01 * balance).backward()
+            if recording:
+                recorded.append([Replay.of(block.experts) for block in model.blocks])
+            gradients.combine()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, options.steps)
+            optimizer.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / ranks)
+            loads.append(counts.tolist())
+            if display:
+                speed = options.batch * CONTEXT / (time.perf_counter() - started)
+                display.show(step + 1, losses[-1], speed, loads[-1])
+            if step + 1 in milestones:
+                validation.append((step + 1, validate()))
 
     gathered = [None] * ranks
     dist.all_gather_object(gathered, recorded)
