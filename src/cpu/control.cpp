@@ -80,7 +80,7 @@ void Control::post_failure(int64_t call, const Failure& failure) {
   for (int w = 0; w < kWords; ++w) {
     uint64_t word;
     std::memcpy(&word, text + 8 * w, 8);
-    record.text[w].store(word, std::memory_order_relaxed);
+    record.text[w].store(word, std::memory_order_release);  // not before call = 0
   }
   record.call.store(call, std::memory_order_release);
   for (int r = 0; r < group_.ranks(); ++r) {
@@ -97,12 +97,11 @@ Failure Control::read_record(int rank, int64_t call) const {
   if (record.call.load(std::memory_order_acquire) != call) return failure;
   char text[kWords * 8];
   for (int w = 0; w < kWords; ++w) {
-    const uint64_t word = record.text[w].load(std::memory_order_relaxed);
+    const uint64_t word = record.text[w].load(std::memory_order_acquire);
     std::memcpy(text + 8 * w, &word, 8);
   }
   const auto code = static_cast<ErrorCode>(record.code.load(std::memory_order_relaxed));
   const int finder = record.rank.load(std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_acquire);
   if (record.call.load(std::memory_order_relaxed) != call) return failure;  // overwritten meanwhile
   text[sizeof text - 1] = 0;
   return {code, finder, text};
@@ -189,11 +188,17 @@ std::optional<Failure> Control::wait_for_arrival(int64_t call, const char* direc
 std::optional<Failure> Control::wait_for_completion(int64_t call, const char* direction) {
   const auto& own = block(group_.rank());
   // Holds back a little: a peer that is stuck itself says more precisely where.
-  return wait_for_peers(
+  auto failure = wait_for_peers(
       call, "complete call " + std::to_string(call) + " (" + direction + "), without progress",
       1.4 * group_.options().progress_seconds, true, [&](int r) {
         return r == group_.rank() || own.completed[r].load(std::memory_order_acquire) >= call;
       });
+  // A peer may have lost patience right here, with its own tasks done.
+  for (int r = 0; r < group_.ranks() && !failure; ++r) {
+    const Record& record = block(r).record[call % kRecords];
+    if (record.call.load(std::memory_order_acquire) == call) failure = read_record(r, call);
+  }
+  return failure;
 }
 
 std::optional<Failure> Control::wait_for_leaving(int64_t call) {

@@ -121,7 +121,7 @@ void LayerRun::poison_outputs() {
                      &t.d_su, &t.d_sd, &t.d_vector}) {
       const bool adds = options_.mode == GradMode::accumulate && b != &t.y && b != &t.d_x &&
                         b != &t.d_topk_weights;
-      std::memset(b->data(), adds ? 0 : 0xff, b->size());
+      std::fill(b->begin(), b->end(), adds ? std::byte{0} : std::byte{0xff});
     }
   }
 }
@@ -186,6 +186,38 @@ void LayerRun::backward() {
   on_ranks_or_throw(ranks(), [&](int r) { workspaces_[r]->backward(backward_args(r)); });
 }
 
+int64_t LayerRun::id(int r, int64_t slot) const {
+  if (options_.id_type == IdType::int64) {
+    return reinterpret_cast<const int64_t*>(tensors_[r].ids.data())[slot];
+  }
+  return reinterpret_cast<const int32_t*>(tensors_[r].ids.data())[slot];
+}
+void LayerRun::set_id(int r, int64_t slot, int64_t id) {
+  if (options_.id_type == IdType::int64) {
+    reinterpret_cast<int64_t*>(tensors_[r].ids.data())[slot] = id;
+  } else {
+    reinterpret_cast<int32_t*>(tensors_[r].ids.data())[slot] = static_cast<int32_t>(id);
+  }
+}
+void LayerRun::set_ids(const std::vector<std::vector<int64_t>>& ids) {
+  for (int r = 0; r < ranks(); ++r) {
+    for (size_t i = 0; i < ids[r].size(); ++i) set_id(r, static_cast<int64_t>(i), ids[r][i]);
+  }
+}
+double LayerRun::topk_weight(int r, int64_t slot) const {
+  const auto* data = tensors_[r].topk_weights.data();
+  return options_.precision == Precision::fp64 ? reinterpret_cast<const double*>(data)[slot]
+                                               : reinterpret_cast<const float*>(data)[slot];
+}
+void LayerRun::set_topk_weight(int r, int64_t slot, double w) {
+  auto* data = tensors_[r].topk_weights.data();
+  if (options_.precision == Precision::fp64) {
+    reinterpret_cast<double*>(data)[slot] = w;
+  } else {
+    reinterpret_cast<float*>(data)[slot] = static_cast<float>(w);
+  }
+}
+
 void LayerRun::destroy(int r) {
   workspaces_[r].reset();
   groups_[r].reset();
@@ -215,9 +247,33 @@ std::string compare_with_oracle(const Problem& problem, const RunOptions& option
   const LayerShape& s = problem.shape();
   reference::Inputs inputs =
       problem::oracle_inputs(problem, options.precision, options.tokens, backward);
+  // What was really given: tests change ids and weights.
+  inputs.topk_ids.clear();
+  inputs.topk_weights.clear();
+  for (int r = 0; r < run.ranks(); ++r) {
+    for (int64_t i = 0; i < run.rank(r).tokens * s.topk; ++i) {
+      inputs.topk_ids.push_back(run.id(r, i));
+      inputs.topk_weights.push_back(run.topk_weight(r, i));
+    }
+  }
   reference::Expert grads;
-  const reference::Outputs expected =
+  reference::Outputs expected =
       reference::run(inputs, backward ? reference::collect(grads) : reference::TakeGradient{});
+  // Without any token the oracle takes an empty d_y for "forward only": all gradients are zero.
+  const auto at_least = [](std::vector<double>& v, int64_t n) { v.resize(n); };
+  const int64_t matrix = s.experts * s.intermediate * s.hidden;
+  at_least(grads.gate, matrix);
+  at_least(grads.up, matrix);
+  at_least(grads.down, matrix);
+  expected.d_shared.resize(run.ranks());
+  expected.d_shared_gate.resize(run.ranks());
+  for (int r = 0; r < run.ranks(); ++r) {
+    const int64_t shared_matrix = s.shared_intermediate * s.hidden;
+    at_least(expected.d_shared[r].gate, shared_matrix);
+    at_least(expected.d_shared[r].up, shared_matrix);
+    at_least(expected.d_shared[r].down, shared_matrix);
+    if (s.shared_gate) at_least(expected.d_shared_gate[r], s.hidden);
+  }
   const problem::Tolerances limits = problem::tolerances(s, options.precision, problem.tokens());
   const Precision scalar = options.precision == Precision::fp64 ? Precision::fp64 : Precision::fp32;
   const Precision grad = options.mode == GradMode::storage ? options.precision : scalar;

@@ -59,6 +59,12 @@ class LayerRun {
   RankTensors& rank(int r) { return tensors_[r]; }
   void poison_outputs();
 
+  int64_t id(int rank, int64_t slot) const;
+  void set_id(int rank, int64_t slot, int64_t id);
+  void set_ids(const std::vector<std::vector<int64_t>>& ids);  // [rank][token * K + k]
+  double topk_weight(int rank, int64_t slot) const;
+  void set_topk_weight(int rank, int64_t slot, double w);
+
   // One tensor of all ranks, in rank order: tokens and experts then stand in global order.
   Bytes global(Bytes RankTensors::* tensor) const;
   // y, d_x, d_topk_weights and the routed weight gradients, one after the other.
