@@ -4,6 +4,10 @@
 //
 // Three pieces of rows are being loaded while the stores of two drain. Lane k issues the store of
 // the token's k-th row, so bulk groups are per lane and every lane commits one for each piece.
+//
+// Tasks overlap: the next ticket is drawn and looked up before the rows of a task are moved, and a
+// task is counted in when its stores have landed, while rows of the next one are on their way. What
+// is not counted in yet is counted in before the warp waits for anything.
 #pragma once
 
 #include "cuda/ptx/copy.cuh"
@@ -15,15 +19,19 @@ namespace mok::cuda {
 inline constexpr int kPieceBytes = 4096;
 inline constexpr int kPieces = 5;
 inline constexpr int kLoading = 3;      // pieces on their way in
+inline constexpr int kRowSets = 3;      // landing, moving, looked up
 inline constexpr int kMostEntries = 8;  // rows that a task moves at once
 
 struct CommShared {
   alignas(128) uint8_t buffer[kPieces][kPieceBytes];
-  uint64_t source[kMostEntries];           // address of the token's row
-  int32_t slot[kMostEntries];              // its first slot; -1: own token, one row
-  int32_t stored[kMostEntries][kMaxTopk];  // rows that get a copy, or -1
+  struct Rows {                              // of one task
+    uint64_t source[kMostEntries];           // address of the token's row
+    int32_t slot[kMostEntries];              // its first slot; -1: own token, one row
+    int32_t stored[kMostEntries][kMaxTopk];  // rows that get a copy, or -1
+  } rows[kRowSets];
   struct Piece {
-    int32_t entry, offset, bytes;
+    int16_t rows, entry;
+    int32_t offset, bytes;
   } piece[kPieces];
   ptx::Mbarrier full[kPieces];
 
@@ -39,30 +47,55 @@ class CommunicationWarp {
       : rank_(rank), plan_(p), wait_(waiter), shared_(shared), lane_(threadIdx.x % kWarp) {}
 
   __device__ void run() {
-    const int32_t end = plan::tickets(plan_, plan::Queue::communication);
+    int which = 0;
+    plan::Task task;
+    if (!next(&task, which)) return;
     while (true) {
-      int32_t ticket = 0;
-      if (lane_ == 0) {
-        ticket = static_cast<int32_t>(atomicAdd(&rank_.tickets->communication, 1));
+      plan::Task following;
+      const int next_which = which + 1 < kRowSets ? which + 1 : 0;
+      const bool more = next(&following, next_which);
+      if (!needs_no_wait(task)) {
+        finish_pending();
+        if (!ready(task)) return;
       }
-      ticket = __shfl_sync(~0u, ticket, 0);
-      if (ticket >= end || wait_.abort->raised != 0) return;
-      const plan::Task task = plan::decode(plan_, plan::Queue::communication, ticket);
-      bool go = true;
-      if (task.kind == plan::TaskKind::stage) {
-        stage(task);
-      } else if (task.kind == plan::TaskKind::announce_staged) {
-        go = ready(task);
-        if (go && lane_ == 0) wait_.raise(plan::Counter::staged_flag);
-      } else {
-        go = ready(task);
-        if (go) fetch(task);
+      switch (task.kind) {
+        case plan::TaskKind::stage:
+          stage(task, which);
+          break;
+        case plan::TaskKind::announce_staged:
+          if (lane_ == 0) wait_.raise(plan::Counter::staged_flag);
+          break;
+        default:
+          fetch(task, which);
+          break;
       }
-      if (!go) return;
+      if (!more) break;
+      task = following;
+      which = next_which;
     }
+    finish_pending();
   }
 
  private:
+  // Draws a ticket and looks up what it moves.
+  __device__ bool next(plan::Task* task, int which) {
+    int32_t ticket = 0;
+    if (lane_ == 0) ticket = static_cast<int32_t>(atomicAdd(&rank_.tickets->communication, 1));
+    ticket = __shfl_sync(~0u, ticket, 0);
+    if (ticket >= plan::tickets(plan_, plan::Queue::communication)) return false;
+    if (wait_.abort->raised != 0) return false;
+    *task = plan::decode(plan_, plan::Queue::communication, ticket);
+    if (task->kind == plan::TaskKind::fetch) look_up(*task, shared_.rows[which]);
+    return true;
+  }
+
+  // Staged flags are looked at once; the ring is new in its first two windows.
+  __device__ bool needs_no_wait(const plan::Task& task) const {
+    if (task.kind == plan::TaskKind::stage) return true;
+    return task.kind == plan::TaskKind::fetch && (all_staged_ || plan_.g.ranks == 1) &&
+           task.minibatch / plan::window_minibatches(plan_) < 2;
+  }
+
   // Everything that the task waits for, as the plan states it.
   __device__ bool ready(const plan::Task& task) {
     bool go = true;
@@ -72,13 +105,14 @@ class CommunicationWarp {
       });
       ptx::fence_proxy_async();
     }
+    all_staged_ = all_staged_ || task.kind == plan::TaskKind::fetch;
     return __shfl_sync(~0u, go, 0);
   }
 
   // Where the entry's k-th copy of a piece goes; 0 = nowhere.
   __device__ uint64_t destination(const CommShared::Piece& piece, int k) const {
     if (k >= copies_) return 0;
-    const int32_t row = shared_.stored[piece.entry][k];
+    const int32_t row = shared_.rows[piece.rows].stored[piece.entry][k];
     if (row < 0) return 0;
     return reinterpret_cast<uint64_t>(base_) + int64_t{row % base_rows_} * row_bytes() +
            piece.offset;
@@ -97,10 +131,15 @@ class CommunicationWarp {
     }
     ptx::commit_stores();
     ++stored_;
+    // Groups complete in order: with this many newer ones left, the task before has landed.
+    if (pending_ >= 0 && stored_ - pending_end_ == kPieces) {
+      ptx::wait_stores_written<kPieces>();
+      count_in();
+    }
   }
 
-  // Moves the task's entries: source -> every stored row of `base`, a ring of `base_rows`.
-  __device__ void move(int entries, int copies, uint8_t* base, int32_t base_rows) {
+  // Moves the entries of rows[which]: source -> every stored row of `base`, a ring of `base_rows`.
+  __device__ void move(int which, int entries, int copies, uint8_t* base, int32_t base_rows) {
     base_ = base;
     base_rows_ = base_rows;
     copies_ = copies;
@@ -112,42 +151,78 @@ class CommunicationWarp {
         ptx::wait_stores_read<kPieces - kLoading - 1>();  // the buffer's last piece has left it
         __syncwarp();
         if (lane_ == 0) {
-          shared_.piece[slot] = {entry, offset, bytes};
+          shared_.piece[slot] = {static_cast<int16_t>(which), static_cast<int16_t>(entry), offset,
+                                 bytes};
           shared_.full[slot].arrive_expect(bytes);
-          ptx::load_bulk(shared_.buffer[slot],
-                         reinterpret_cast<const uint8_t*>(shared_.source[entry]) + offset, bytes,
-                         &shared_.full[slot]);
+          ptx::load_bulk(
+              shared_.buffer[slot],
+              reinterpret_cast<const uint8_t*>(shared_.rows[which].source[entry]) + offset, bytes,
+              &shared_.full[slot]);
         }
         __syncwarp();
         if (++issued_ - stored_ > kLoading) store_oldest();
       }
     }
     while (stored_ != issued_) store_oldest();
-    ptx::wait_stores_written<0>();
-    ptx::fence_proxy_async();
-    __syncwarp();
   }
 
-  __device__ void stage(const plan::Task& task) {
+  // Counts in the task whose stores may not have landed when it was left.
+  __device__ void finish_pending() {
+    if (pending_ < 0) return;
+    ptx::wait_stores_written<0>();
+    count_in();
+  }
+
+  // All stores of the pending task have landed.
+  __device__ void count_in() {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (pending_kind_ == plan::TaskKind::stage) {
+      if (lane_ == 0) {
+        ptx::fence_system();
+        ptx::add_release_gpu(rank_.counter(plan::Counter::staged, 0), 1);
+      }
+    } else {
+      ptx::fence_gpu();
+      const CommShared::Rows& rows = shared_.rows[pending_];
+      for (int i = lane_; i < pending_entries_ * plan_.g.topk; i += kWarp) {
+        const int32_t row = rows.stored[i / plan_.g.topk][i % plan_.g.topk];
+        if (row < 0) continue;
+        atomicAdd(rank_.counter(plan::Counter::fetched, row / plan::kTileRows), 1);
+      }
+    }
+    pending_ = -1;
+    __syncwarp();  // `stored` is free
+  }
+
+  __device__ void leave_pending(plan::TaskKind kind, int which, int entries) {
+    pending_ = which;
+    pending_kind_ = kind;
+    pending_entries_ = entries;
+    pending_end_ = stored_;
+  }
+
+  __device__ void stage(const plan::Task& task, int which) {
+    CommShared::Rows& rows = shared_.rows[which];
+    finish_pending();
     for (int first = task.begin; first < task.end; first += kMostEntries) {
       const int entries = min(task.end - first, kMostEntries);
       if (static_cast<int>(lane_) < entries) {
         const int token = first + lane_;
-        shared_.source[lane_] = reinterpret_cast<uint64_t>(rank_.x + token * rank_.x_stride);
-        shared_.stored[lane_][0] = token;
+        rows.source[lane_] = reinterpret_cast<uint64_t>(rank_.x + token * rank_.x_stride);
+        rows.stored[lane_][0] = token;
       }
       __syncwarp();
-      move(entries, 1, rank_.at<uint8_t>(plan::Buffer::staged_x, plan_.g.rank), plan_.g.max_tokens);
+      move(which, entries, 1, rank_.at<uint8_t>(plan::Buffer::staged_x, plan_.g.rank),
+           plan_.g.max_tokens);
+      __syncwarp();
     }
-    if (lane_ == 0) {
-      ptx::fence_system();
-      ptx::add_release_gpu(rank_.counter(plan::Counter::staged, 0), 1);
-    }
-    __syncwarp();
+    leave_pending(plan::TaskKind::stage, which, 0);
   }
 
   // Fills in source, slot and stored of the task's entries: all look-ups of a kind at once.
-  __device__ void look_up(const plan::Task& task, int entries) {
+  __device__ void look_up(const plan::Task& task, CommShared::Rows& rows) {
+    const int entries = task.end - task.begin;
     const plan::Geometry& g = plan_.g;
     const int32_t window_rows = g.window_tiles(plan_.s.tiles) * plan::kTileRows;
     if (static_cast<int>(lane_) < entries) {
@@ -159,36 +234,30 @@ class CommunicationWarp {
       const __nv_bfloat16* from =
           own ? rank_.x + token * rank_.x_stride
               : rank_.at<__nv_bfloat16>(plan::Buffer::staged_x, src) + int64_t{token} * g.hidden;
-      shared_.source[lane_] = reinterpret_cast<uint64_t>(from);
-      shared_.slot[lane_] = own ? -1 : g.slot(src, token, 0);
+      rows.source[lane_] = reinterpret_cast<uint64_t>(from);
+      rows.slot[lane_] = own ? -1 : g.slot(src, token, 0);
       if (own) {
-        for (int k = 1; k < g.topk; ++k) shared_.stored[lane_][k] = -1;
-        shared_.stored[lane_][0] = row;
+        for (int k = 1; k < g.topk; ++k) rows.stored[lane_][k] = -1;
+        rows.stored[lane_][0] = row;
       }
     }
     __syncwarp();
     const int window = task.minibatch / plan::window_minibatches(plan_);
     for (int i = lane_; i < entries * g.topk; i += kWarp) {
       const int entry = i / g.topk, k = i % g.topk;
-      if (shared_.slot[entry] < 0) continue;
-      const int32_t row = plan_.s.slot_row[shared_.slot[entry] + k];
-      shared_.stored[entry][k] = row >= 0 && row / window_rows == window ? row : -1;
+      if (rows.slot[entry] < 0) continue;
+      const int32_t row = plan_.s.slot_row[rows.slot[entry] + k];
+      rows.stored[entry][k] = row >= 0 && row / window_rows == window ? row : -1;
     }
     __syncwarp();
   }
 
-  __device__ void fetch(const plan::Task& task) {
+  __device__ void fetch(const plan::Task& task, int which) {
     const int entries = task.end - task.begin;
-    look_up(task, entries);
-    move(entries, plan_.g.topk, rank_.at<uint8_t>(plan::Buffer::ring_x),
+    move(which, entries, plan_.g.topk, rank_.at<uint8_t>(plan::Buffer::ring_x),
          plan_.g.ring_tiles * plan::kTileRows);
-    ptx::fence_gpu();
-    for (int i = lane_; i < entries * plan_.g.topk; i += kWarp) {
-      const int32_t row = shared_.stored[i / plan_.g.topk][i % plan_.g.topk];
-      if (row < 0) continue;
-      atomicAdd(rank_.counter(plan::Counter::fetched, row / plan::kTileRows), 1);
-    }
-    __syncwarp();  // `stored` is free
+    finish_pending();
+    leave_pending(plan::TaskKind::fetch, which, entries);
   }
 
   const RankState& rank_;
@@ -201,6 +270,11 @@ class CommunicationWarp {
   uint8_t* base_ = nullptr;
   int32_t base_rows_ = 1;
   int32_t copies_ = 0;
+  int32_t pending_ = -1;  // rows[] of the task that is not counted in, or -1
+  int32_t pending_entries_ = 0;
+  plan::TaskKind pending_kind_ = plan::TaskKind::fetch;
+  uint32_t pending_end_ = 0;  // stored_ when it was left
+  bool all_staged_ = false;
 };
 
 }  // namespace mok::cuda

@@ -140,6 +140,9 @@ struct ForwardHooks {
   }
 };
 
+// Phases that are kept in shared memory when they fit; a longer queue is read from where it is.
+inline constexpr int kPhasesAtHand = 64;
+
 struct ForwardShared {
   union {
     TileShared tile;
@@ -148,6 +151,7 @@ struct ForwardShared {
   ReduceShared reduce;
   CommShared comm;
   plan::Plan plan;
+  plan::Phase compute[kPhasesAtHand], communication[kPhasesAtHand];
   AbortFlag abort;  // outlives the phases
   int64_t call;
   int32_t first_reduce;
@@ -191,6 +195,17 @@ struct Share {
   }
 };
 
+// All threads.
+__device__ __forceinline__ void bring_phases(const plan::Phase* from, int phases,
+                                             plan::Phase (&to)[kPhasesAtHand]) {
+  if (phases >= kPhasesAtHand) return;
+  const auto* words = reinterpret_cast<const volatile uint32_t*>(from);
+  constexpr int kWords = sizeof(plan::Phase) / 4;
+  for (int i = threadIdx.x; i < (phases + 1) * kWords; i += kThreads) {
+    reinterpret_cast<uint32_t*>(to)[i] = words[i];
+  }
+}
+
 template <int kRanks>
 __device__ __forceinline__ bool prepare(const ForwardParams<kRanks>& params,
                                         ForwardShared& shared) {
@@ -210,7 +225,15 @@ __device__ __forceinline__ bool prepare(const ForwardParams<kRanks>& params,
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(plan::Plan) / 4); i += kThreads) {
     reinterpret_cast<uint32_t*>(&shared.plan)[i] = from[i];
   }
+  __syncthreads();
+  bring_phases(shared.plan.compute, shared.plan.compute_phases, shared.compute);
+  bring_phases(shared.plan.communication, shared.plan.communication_phases, shared.communication);
+  __syncthreads();
   if (threadIdx.x == 0) {
+    if (shared.plan.compute_phases < kPhasesAtHand) shared.plan.compute = shared.compute;
+    if (shared.plan.communication_phases < kPhasesAtHand) {
+      shared.plan.communication = shared.communication;
+    }
     shared.tile.init();
     shared.comm.init();
     ptx::fence_mbarrier_init();

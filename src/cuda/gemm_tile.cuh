@@ -1,11 +1,11 @@
 // The tile core of the forward megakernel: one block per SM, 384 threads, tasks until none is left.
 //
-//   warpgroup 0 (40 registers a thread)
+//   warpgroup 0 (56 registers a thread)
 //     load         waits for a task's inputs, then tensor loads into the stage ring
 //     schedule     draws a ticket, decodes it, fills a task slot
 //     publish      waits until a tile's stores are issued, makes them visible, counts the tile in
 //     communicate  free for the caller
-//   warpgroups 1, 2 (232 registers): 64 rows x 256 columns each; 128 accumulators a thread, and the
+//   warpgroups 1, 2 (224 registers): 64 rows x 256 columns each; 128 accumulators a thread, and the
 //     previous tile's 64 registers of bf16, stored slot by slot between the wgmma groups
 //
 //   shared memory                     written by   full             read by     empty

@@ -12,7 +12,7 @@
 
 namespace mok::cuda {
 
-inline constexpr int kScheduleChunks = 128;      // slots are counted and placed in this many tasks
+inline constexpr int kScheduleChunks = 64;       // slots are counted and placed in this many tasks
 inline constexpr int kPublishTasks = 64;         // ids are published in this many tasks
 inline constexpr int kFetchListTasks = 32;       // each makes the lists of every 32nd minibatch
 inline constexpr int kMostMinibatchTiles = 256;  // a fetch list is sorted in shared memory

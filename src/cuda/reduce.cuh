@@ -8,7 +8,7 @@
 
 namespace mok::cuda {
 
-inline constexpr int kMostReduceTokens = 16;
+inline constexpr int kMostReduceTokens = 8;
 
 struct ReduceShared {
   int32_t ticket;
@@ -42,6 +42,7 @@ class Reducer {
   // rows of this one are on their way.
   __device__ void run(int32_t ticket) {
     const int32_t end = plan::tickets(plan_, plan::Queue::compute);
+    const plan::Phase last = plan_.compute[plan_.compute_phases - 1];  // reduce
     const auto draw = [&] {
       if (thread_ == 0) {
         shared_.ticket = static_cast<int32_t>(atomicAdd(&rank_.tickets->compute, 1));
@@ -53,7 +54,7 @@ class Reducer {
       ticket = shared_.ticket;
     }
     while (ticket < end) {
-      const plan::Task task = plan::decode(plan_, plan::Queue::compute, ticket);
+      const plan::Task task = plan::decode_in_phase(plan_, last, ticket - last.first_ticket);
       if (!ready(task)) return;
       draw();
       reduce(task);

@@ -2,9 +2,9 @@
 //
 //   tickets   publish x 64   ids of own tokens -> symmetric memory, as int32
 //             announce       header and `arrived` flag to every rank       after all publish
-//             count x 128    rows of each local expert in a chunk of slots after all ranks arrived
+//             count x 64     rows of each local expert in a chunk of slots after all ranks arrived
 //             layout         first row of each expert, tile table          after all count
-//             place x 128    slot <-> row, in slot order                   after layout
+//             place x 64     slot <-> row, in slot order                   after layout
 //             list x 32      fetch lists of the minibatches                after all place
 //             phases         the two queues                                after all list
 //
@@ -280,9 +280,12 @@ class ScheduleBuilder {
       tile.slice_begin = begin;
       tile.slice_tiles = end - begin;
       rank_.tables.tile[t] = tile;
-      for (int r = tile.rows; r < plan::kTileRows; ++r) {
-        rank_.tables.row_slot[t * plan::kTileRows + r] = -1;
-        rank_.tables.row_destination[t * plan::kTileRows + r] = 0;
+    }
+    for (int e = warp(); e < experts; e += kWarps) {  // padding
+      const int32_t end = first_tile[e + 1] * plan::kTileRows;
+      for (int row = first_tile[e] * plan::kTileRows + rows[e] + lane(); row < end; row += kWarp) {
+        rank_.tables.row_slot[row] = -1;
+        rank_.tables.row_destination[row] = 0;
       }
     }
   }
@@ -302,7 +305,9 @@ class ScheduleBuilder {
   __device__ void write_plan(int tiles, int real) {
     plan::Plan p;
     p.g = g();
-    for (int r = 0; r < g().ranks; ++r) p.g.tokens[r] = rank_.control(g().rank)->from[r].tokens;
+    for (int r = 0; r < g().ranks; ++r) {
+      p.g.tokens[r] = rank_.control(g().rank)->from[r].tokens;
+    }
     p.s.tiles = tiles;
     p.s.minibatches = max(1, plan::ceil_div(tiles, g().minibatch_tiles));
     p.s.windows = max(1, plan::ceil_div(tiles, g().window_tiles(tiles)));

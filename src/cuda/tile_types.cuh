@@ -26,8 +26,8 @@ inline constexpr int kWarpgroup = 128;
 inline constexpr int kConsumerGroups = 2;
 inline constexpr int kConsumerWarps = kConsumerGroups * kWarpgroup / kWarp;
 inline constexpr int kThreads = (1 + kConsumerGroups) * kWarpgroup;
-inline constexpr int kProducerRegisters = 40;
-inline constexpr int kConsumerRegisters = 232;
+inline constexpr int kProducerRegisters = 56;
+inline constexpr int kConsumerRegisters = 224;
 
 // Warps of warpgroup 0; warpgroups 1 and 2 consume.
 enum class ProducerWarp : int { load, schedule, publish, communicate };

@@ -66,9 +66,16 @@ struct Workspace::Impl {
   std::vector<Rank> ranks;
   std::map<int, std::vector<int>> ranks_of_device;
   std::map<int, int> blocks_of_device;
+  struct LastCall {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t over = nullptr;
+  };
+  std::map<int, LastCall> last_call;  // of each GPU
+  Fault fault;                        // tests only
 
   Impl(const LayerShape& s, const std::vector<int>& devices, const Options& o);
   ~Impl() {
+    for (auto& [device, last] : last_call) cudaEventDestroy(last.over);
     for (Rank& rank : ranks) cudaFreeHost(rank.record);
   }
   void validate_shape(int ranks) const;
@@ -78,6 +85,9 @@ struct Workspace::Impl {
   void raise_errors();
   void check_args(int r, const ForwardArgs& a) const;
   void fill(int r, const ForwardArgs& a, RankState* state, Products<kForwardProducts>* p) const;
+  void lose_ticket(int rank, cudaStream_t stream) const;
+  template <class Enqueue>
+  void in_order(int device, cudaStream_t stream, Enqueue&& enqueue);
   template <int kRanks>
   void launch(int device, const std::vector<ForwardArgs>& args, cudaStream_t stream);
 };
@@ -121,6 +131,8 @@ Workspace::Impl::Impl(const LayerShape& s, const std::vector<int>& devices, cons
   g.intermediate = static_cast<int32_t>(shape.intermediate);
   g.shared_intermediate = static_cast<int32_t>(shape.shared_intermediate);
   g.shared_gate = shape.shared_gate;
+  g.reduce_tokens = kMostReduceTokens;
+  g.fetch_rows = kMostEntries;
   g.max_tokens = static_cast<int32_t>(std::max<int64_t>(1, o.workspace.max_tokens));
   const int64_t expected =
       default_saved_rows(shape, count, g.max_tokens) + int64_t{plan::kTileRows};
@@ -262,7 +274,10 @@ void Workspace::Impl::raise_errors() {
                 who + " and rank " + std::to_string(e.entry) +
                     " made different calls (direction, shape, dtype or wanted gradients)");
   }
-  std::string what = "schedule step " + std::to_string(e.entry);
+  constexpr const char* kScheduleSteps[] = {"published", "counted", "laid_out",
+                                            "placed",    "listed",  "planned"};
+  constexpr int kFirstStep = offsetof(Tickets, published) / sizeof(uint32_t);
+  std::string what = kScheduleSteps[std::clamp(e.entry - kFirstStep, 0, 5)];
   if (e.kind != ErrorRecord::schedule) {
     const bool flags = e.kind != ErrorRecord::progress;
     const int first = flags ? static_cast<int>(plan::Counter::first_flag) : 0;
@@ -387,10 +402,41 @@ void Workspace::Impl::fill(int r, const ForwardArgs& a, RankState* state,
   }
 }
 
+// A call comes after the one before, whichever stream that was on. What is captured into a graph is
+// ordered by whoever replays it.
+template <class Enqueue>
+void Workspace::Impl::in_order(int device, cudaStream_t stream, Enqueue&& enqueue) {
+  const DeviceGuard guard(device);
+  cudaStreamCaptureStatus capture;
+  check(cudaStreamIsCapturing(stream, &capture), "state of the stream");
+  if (capture != cudaStreamCaptureStatusNone) return enqueue();
+  LastCall& last = last_call[device];
+  if (last.over == nullptr) {
+    check(cudaEventCreateWithFlags(&last.over, cudaEventDisableTiming), "event");
+  } else if (stream != last.stream) {
+    check(cudaStreamWaitEvent(stream, last.over), "order of two streams");
+  }
+  enqueue();
+  check(cudaEventRecord(last.over, stream), "event");
+  last.stream = stream;
+}
+
+// Tests only: the first drawer of the queue's tickets gets number 1.
+void Workspace::Impl::lose_ticket(int rank, cudaStream_t stream) const {
+  Tickets* tickets = ranks.at(rank).state.tickets;
+  uint32_t* queue = fault.lost == Fault::schedule  ? &tickets->schedule
+                    : fault.lost == Fault::compute ? &tickets->compute
+                                                   : &tickets->communication;
+  const DeviceGuard guard(ranks.at(rank).device);
+  check(cudaMemsetAsync(queue, 1, 1, stream), "injected fault");
+}
+
 template <int kRanks>
 void Workspace::Impl::launch(int device, const std::vector<ForwardArgs>& args,
                              cudaStream_t stream) {
-  const std::vector<int>& here = ranks_of_device.at(device);
+  std::vector<int> here = ranks_of_device.at(device);
+  std::erase(here, fault.absent_rank);
+  if (here.empty()) return;
   auto params = std::make_unique<ForwardParams<kRanks>>();
   params->ranks_here = static_cast<int32_t>(here.size());
   for (size_t i = 0; i < here.size(); ++i) {
@@ -419,13 +465,19 @@ void Workspace::forward(const std::vector<ForwardArgs>& args, const std::vector<
   for (size_t r = 0; r < args.size(); ++r) m.check_args(static_cast<int>(r), args[r]);
   for (const auto& [device, here] : m.ranks_of_device) {
     const auto stream = static_cast<cudaStream_t>(streams[here[0]]);
-    if (here.size() == 1) {
-      m.launch<1>(device, args, stream);
-    } else {
-      m.launch<kMaxRanks>(device, args, stream);
-    }
+    m.in_order(device, stream, [&] {
+      if (std::ranges::count(here, m.fault.losing_rank)) m.lose_ticket(m.fault.losing_rank, stream);
+      if (here.size() == 1) {
+        m.launch<1>(device, args, stream);
+      } else {
+        m.launch<kMaxRanks>(device, args, stream);
+      }
+    });
   }
+  m.fault = {};
 }
+
+void Workspace::inject(const Fault& fault) { impl_->fault = fault; }
 
 void Workspace::synchronize() {
   for (const auto& [device, here] : impl_->ranks_of_device) {
