@@ -81,7 +81,7 @@ class Group:
         self._generation = 0
         self._workspaces: dict[tuple[Shape, int], tuple[int, int]] = {}
         # Runs at exit too, before the interpreter ends. Waits for nobody.
-        self._closer = weakref.finalize(self, _close, self._workspaces, handle)
+        self._closer = weakref.finalize(self, _close, os.getpid(), self._workspaces, handle)
         self._set_key()
 
     def _set_key(self) -> None:
@@ -185,7 +185,9 @@ def _destroy_all(workspaces: dict) -> None:
     workspaces.clear()
 
 
-def _close(workspaces: dict, handle: int) -> None:
+def _close(process: int, workspaces: dict, handle: int) -> None:
+    if process != os.getpid():
+        return  # a fork's copy: the threads are not its own
     _destroy_all(workspaces)
     _library.destroy_group(handle)
 

@@ -88,5 +88,10 @@ layer = mok.MoELayer(8, 4, 2, 1)
 y = layer(torch.randn(3, 8)).sum()
 {end}
 """
-    for end, rc in (("", 0), ("raise SystemExit(3)", 3), ("raise ValueError('x')", 1)):
+    forked = """
+import os, sys
+if (child := os.fork()) == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0"""
+    for end, rc in ((forked, 0), ("raise SystemExit(3)", 3)):
         assert python(code.format(end=end)).returncode == rc

@@ -18,7 +18,6 @@ from problems import (
     problem,
     run,
     same_bits,
-    sum_dtype,
     whole,
 )
 
@@ -114,6 +113,35 @@ def test_Z3_a_rank_that_receives_nothing_takes_part_in_backward():
     assert time.monotonic() - begin < 30
     assert_same_bits(together, run(p), only=ROUTED)
     assert not together[3].gate[2:].any()
+
+
+class Cut(torch.autograd.Function):
+    """Passes the value on and no gradient at all back."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        return None
+
+
+def cut_off(rank, p, splits):
+    mine = part(p, rank, splits)
+    tensors = leaves(mine)
+    y = mok.moe(tensors[0], mine.ids, tensors[1], *tensors[2:])
+    (Cut.apply(y) if rank == 1 else y).backward(mine.d_y)
+    return tensors[0].grad, tensors[4].grad
+
+
+def test_Z3_a_rank_whose_loss_sends_no_gradient_takes_part_in_backward():
+    p = problem(18, tokens=8, experts=4, dtype=torch.bfloat16)
+    first, second = ranks.run(2, cut_off, p, (4, 4), timeout=30)
+    p.d_y[4:] = 0
+    want = run(p)
+    assert same_bits(torch.cat([first[0], second[0]]), want[1])
+    assert same_bits(torch.cat([first[1], second[1]]), want[3].down)
 
 
 def repeat(rank, problems_, splits_):
@@ -462,7 +490,3 @@ def test_ddp_around_the_layer():
     first, second = ranks.run(2, data_parallel)
     assert same_bits(first[0], second[0]) and same_bits(first[1], second[1])
     assert not same_bits(first[2], second[2])  # other experts
-
-
-def test_sum_dtype():
-    assert sum_dtype(torch.bfloat16) == torch.float32
