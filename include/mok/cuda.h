@@ -21,6 +21,14 @@ struct Options {
 std::string why_not(int device);
 int device_count();
 
+// For tests: what is wrong with the next call. Made by the host alone; the kernel does not know.
+struct Fault {
+  enum Queue { schedule, compute, communication };
+  int absent_rank = -1;  // its blocks are not launched: a peer that never comes
+  int losing_rank = -1;  // loses the first ticket of `lost`: more is awaited than will come
+  Queue lost = schedule;
+};
+
 // How long the parts of a call took, in microseconds, to the last block of each.
 struct Phases {
   double schedule;  // ids exchanged, rows placed
@@ -48,7 +56,8 @@ class Workspace {
   // disagreement, aborted. After that the next call works.
   void synchronize();
 
-  Phases phases(int rank);  // of the rank's last call, which must be over
+  void inject(const Fault& fault);  // tests only
+  Phases phases(int rank);          // of the rank's last call, which must be over
   int64_t memory_bytes(int rank) const;
 
  private:
