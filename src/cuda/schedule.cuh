@@ -90,11 +90,16 @@ class ScheduleBuilder {
   __device__ int lane() const { return threadIdx.x % kWarp; }
   __device__ int warp() const { return threadIdx.x / kWarp; }
 
+  // All steps but the first need every rank's ids: progress is measured from their arrival on.
   __device__ bool after(const uint32_t* word, uint32_t target) {
     if (threadIdx.x == 0) {
-      shared_.go = wait_.until([&] { return int64_t{ptx::load_acquire_gpu(word)}; }, target,
-                               rank_.progress_ns, ErrorRecord::schedule, -1,
-                               static_cast<int32_t>(word - &rank_.tickets->schedule));
+      const auto look = [&] { return int64_t{ptx::load_acquire_gpu(word)}; };
+      bool go = true;
+      if (word != &rank_.tickets->published && look() < target) {
+        for (int r = 0; go && r < g().ranks; ++r) go = wait_.flag(plan::Counter::arrived, r, -1);
+      }
+      shared_.go = go && wait_.until(look, target, rank_.progress_ns, ErrorRecord::schedule, -1,
+                                     static_cast<int32_t>(word - &rank_.tickets->schedule));
     }
     __syncthreads();
     return shared_.go != 0;
