@@ -1,43 +1,14 @@
 // Forward on the GPU: values against the oracle, bits against itself, errors.
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <random>
 
-#include "gpu/layer.h"
-#include "problem/compare.h"
+#include "gpu/checks.h"
 
 namespace mok::testing {
 namespace {
 
-LayerShape shape_of(int64_t h, int64_t i, int e, int k, int64_t shared = 0, bool gate = false) {
-  LayerShape s;
-  s.hidden = h;
-  s.intermediate = i;
-  s.experts = e;
-  s.topk = k;
-  s.shared_intermediate = shared;
-  s.shared_gate = gate;
-  return s;
-}
-
-void expect_oracle(GpuLayer& layer) {
-  const auto y = layer.forward();
-  const LayerSetup& s = layer.setup();
-  const auto out =
-      reference::run(problem::oracle_inputs(layer.problem(), Precision::bf16, s.tokens, false));
-  const auto d =
-      problem::compare(y.data(), s.shape.hidden, out.y.data(), layer.tokens(), s.shape.hidden);
-  const double bound = problem::tolerances(s.shape, Precision::bf16, layer.tokens()).y;
-  EXPECT_LE(d.scaled_err, bound) << "max_rel_err " << d.max_rel_err << " at row " << d.scaled_row
-                                 << ", column " << d.scaled_column;
-}
-
-void expect_same_bits(const std::vector<bf16>& a, const std::vector<bf16>& b,
-                      const std::string& what) {
-  ASSERT_EQ(a.size(), b.size()) << what;
-  EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * sizeof(bf16)), 0) << what;
-}
+void expect_oracle(GpuLayer& layer) { expect_close(layer.forward(), oracle_inputs(layer)); }
 
 struct Case {
   const char* name;
@@ -46,6 +17,7 @@ struct Case {
   const char* routing = "uniform";
   int64_t ring = 0, minibatch = 512;
 };
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
 std::vector<Case> cases() {
   LayerShape limited = shape_of(256, 192, 8, 2, 128, true);
@@ -101,7 +73,7 @@ TEST_P(Forward, repeats_bit_for_bit) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Gpu, Forward, ::testing::ValuesIn(cases()),
-                         [](const auto& info) { return std::string(info.param.name); });
+                         [](const auto& test) { return std::string(test.param.name); });
 
 // One problem, split and tuned in every way: the same bits.
 TEST(GpuForward, same_bits_for_every_ep_and_knob) {
