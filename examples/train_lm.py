@@ -35,7 +35,7 @@ def arguments(argv=None):
     )
     parser.add_argument("--steps", type=int, default=300, help="training steps (default 300)")
     parser.add_argument(
-        "--batch", type=int, default=32, help="sequences of a step, all ranks (default 32)"
+        "--batch", type=int, default=24, help="sequences of a step, all ranks (default 24)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the pictures")

@@ -65,7 +65,7 @@ def test_J1_a_missing_library_is_a_clear_import_error(tmp_path):
     shutil.copytree(
         ROOT / "python/mok", tmp_path / "mok", ignore=shutil.ignore_patterns("*.so", "__pycache__")
     )
-    result = python("import mok", PYTHONPATH=str(tmp_path))
+    result = python("import mok", PYTHONPATH=str(tmp_path), MOK_LIBRARY="")
     last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: mok: libmok_torch.so was found neither in")
     assert "make build" in last
