@@ -1,6 +1,6 @@
-"""The layer on the CPU beside the same layer as a loop over experts in PyTorch, both in bf16.
+"""The layer on the CPU beside the same layer as a loop over experts in PyTorch, in one dtype.
 
-    python bench/cpu_layer.py [--problem H,I,E,K,T ...] [--repeat N]
+    python bench/cpu_layer.py [--problem H,I,E,K,T ...] [--dtype bf16|fp32] [--repeat N]
 
 Both get the same inputs and as many threads as there are cores, and take turns; one rank. A line a
 problem: medians in ms of forward and of backward (all gradients), their ratios, and the largest
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import mok
 
-PROBLEMS = ["2048,768,16,4,512", "512,256,16,4,2048"]
+PROBLEMS = ["2048,768,16,4,512", "512,256,16,4,1024"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def loop(x, ids, weights, gate, up, down):
@@ -45,10 +46,10 @@ def timed(function, inputs, d_y):
     return y.detach(), (middle - begin) * 1e3, (end - middle) * 1e3
 
 
-def measure(problem, repeat):
+def measure(problem, dtype, repeat):
     H, I, E, K, T = (int(n) for n in problem.split(","))
     g = torch.Generator().manual_seed(1)
-    normal = lambda *s: torch.randn(s, generator=g).to(torch.bfloat16)  # noqa: E731
+    normal = lambda *s: torch.randn(s, generator=g).to(dtype)  # noqa: E731
     inputs = (
         normal(T, H),
         torch.rand(T, E, generator=g).argsort(1)[:, :K].contiguous(),
@@ -76,13 +77,17 @@ def measure(problem, repeat):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problem", action="append", metavar="H,I,E,K,T")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--repeat", type=int, default=3, help="0: one call each, no warm-up")
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
-    print(f"PyTorch {torch.__version__}, {cores} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    print(
+        f"PyTorch {torch.__version__}, {args.dtype}, {cores} cores, load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
     for problem in args.problem or PROBLEMS:
-        measure(problem, args.repeat)
+        measure(problem, DTYPES[args.dtype], args.repeat)
 
 
 if __name__ == "__main__":
