@@ -4,8 +4,9 @@
 
 Prints a line for each function compiled: registers, stack frame, spill stores and loads in bytes.
 --kernel names the functions that must not spill (default: all); that none matches is an error too,
-so that a renamed kernel cannot slip through, unless --allow-none is given. So is a setmaxnreg that
-ptxas ignored, whichever function it is in.
+so that a renamed kernel cannot slip through, unless --allow-none is given. So are, in any function,
+a setmaxnreg that ptxas ignored and products that it runs one after the other (C7510 to C7520: wgmma
+serialised).
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 _PROPERTIES = re.compile(r"Function properties for (\S+)")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_IGNORED = re.compile(r"setmaxnreg.*ignored", re.IGNORECASE)
+_SLOW = re.compile(r"setmaxnreg.*ignored|\(C75(1\d|20)\)|wgmma.*serialized", re.IGNORECASE)
 
 
 @dataclass
@@ -58,7 +59,7 @@ def problems(log: str, kernel: str = "", allow_none: bool = False) -> list[str]:
     ]
     if not checked and not allow_none:
         found.append(f"no function matches '{kernel}': was the log written with -Xptxas -v?")
-    found += [line.strip() for line in log.splitlines() if _IGNORED.search(line)]
+    found += dict.fromkeys(line.strip() for line in log.splitlines() if _SLOW.search(line))
     return found
 
 

@@ -34,7 +34,9 @@ class TileBench(ctypes.Structure):
     _fields_ = (
         [
             (name, ctypes.c_void_p)
-            for name in "x w_gate w_up w_down hidden gate up row_destination tasks control counters".split()
+            for name in (
+                "x w_gate w_up w_down hidden gate up row_destination tasks control counters".split()
+            )
         ]
         + [
             (name, ctypes.c_int64)
@@ -47,7 +49,7 @@ class TileBench(ctypes.Structure):
 
 
 def make_tasks(tiles, H, I, save_rows, kinds=(GATE_UP, DOWN)):
-    """tiles: (expert, row0, rows) of each tile of rows. Order: GU(0), GU(1), D(0), GU(2), D(1) ..."""
+    """tiles: (expert, row0, rows) of each tile of rows. Order: GU(0), GU(1), D(0), GU(2) ..."""
     columns = {GATE_UP: -(-I // 128), DOWN: -(-H // TILE_N)}
 
     def product(kind, batch):
@@ -202,9 +204,10 @@ def check(name, layer, lib, limit=INF, save=True, blocks=132, experts=None):
         errors.append(far(hidden[rows], h))
         wrong += (hidden[rows] != h).sum().item() if save else 0
         errors.append(far(r[rows], hidden[rows].double() @ layer.w_down[e].double().T))
-        worst = [max(a, b) if b == b else float("nan") for a, b in zip(worst, errors)]
+        worst = [max(a, b) if b == b else float("nan") for a, b in zip(worst, errors, strict=True)]
     # bf16 rounding is 1.7e-3 by norm; h is one rounding of fp32 values that are right to 1e-6.
-    good = all(w < t for w, t in zip(worst, (4e-3, 4e-3, 2e-3 if save else 2e-2, 4e-3)))
+    limits = (4e-3, 4e-3, 2e-3 if save else 2e-2, 4e-3)
+    good = all(w < t for w, t in zip(worst, limits, strict=True))
     good &= bool(torch.isnan(layer.r[-1]).all())
     padding = torch.ones(layer.padded, dtype=torch.bool, device="cuda")
     padding[layer.place] = False
@@ -218,11 +221,14 @@ def check(name, layer, lib, limit=INF, save=True, blocks=132, experts=None):
 
 
 def same_bits(a, b):
-    return all(torch.equal(p.view(torch.int16), q.view(torch.int16)) for p, q in zip(a, b))
+    return all(
+        torch.equal(p.view(torch.int16), q.view(torch.int16)) for p, q in zip(a, b, strict=True)
+    )
 
 
 def checks(lib):
     good = True
+    random_rows = np.random.default_rng(1).integers(0, 700, 40).tolist()
     cases = [
         ("few rows", 256, 128, [1, 63, 64, 65], INF, True),
         ("64 x 64, limit", 64, 64, [128, 0, 129, 200, 37], 0.5, False),
@@ -231,7 +237,7 @@ def checks(lib):
         ("H % 256 = 192", 448, 320, [257, 90], 1.0, True),
         ("H % 256 = 128", 640, 256, [128, 128, 5], INF, True),
         ("many small experts", 512, 384, list(range(1, 129)), INF, True),
-        ("random rows", 1024, 768, np.random.default_rng(1).integers(0, 700, 40).tolist(), 2.0, True),
+        ("random rows", 1024, 768, random_rows, 2.0, True),
     ]
     for name, H, I, rows, limit, joined in cases:
         layer = Layer(H, I, rows, joined, seed=len(name))
@@ -380,7 +386,7 @@ def main():
         good &= ok
         lines += more
         torch.cuda.empty_cache()
-    print(f"ms, TFLOP/s of real rows, tensor-core share: layer, layer + save, gu, gu + save, down")
+    print("ms, TFLOP/s of real rows, tensor-core share: layer, layer + save, gu, gu + save, down")
     print("\n".join(lines))
     print("all checks passed" if good else "CHECKS FAILED", f"{time.time() - start:.1f} s")
     sys.exit(0 if good else 1)

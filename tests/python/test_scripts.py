@@ -31,6 +31,10 @@ ptxas info    : Function properties for _Z8backwardv
     48 bytes stack frame, 40 bytes spill stores, 36 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 48 bytes cumulative stack size
 """
+SERIALISED = (
+    "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to insufficient register resources in function '_Z7forwardv'"
+)
 
 
 def test_spills_are_read():
@@ -69,6 +73,8 @@ def test_spills_are_read():
             False,
             ["ptxas info : (C7508) Potential: setmaxnreg ignored to maintain minimum"],
         ),
+        (CLEAN + 2 * f"{SERIALISED}\n", "", False, [SERIALISED]),
+        (CLEAN + "ptxas info : (C7509) Something else\n", "", False, []),
     ],
 )
 def test_spills_fail(tmp_path, log, kernel, allow_none, expected):
