@@ -91,7 +91,10 @@ class PendingTile {
   __device__ __forceinline__ void prepare(const TileTask& task) {
     const Product& product = products_.product[task.product];
     const bool gate_up = task.kind == TaskKind::gate_up;
-    const int row = (threadIdx.x - kWarpgroup) / kWarp * 16 + lane_ / 4;  // and 8 rows below
+    // Volatile: computed here, for each tile; kept over the loop it would cost two registers.
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int row = (thread - kWarpgroup) / kWarp * 16 + thread % kWarp / 4;  // and 8 rows below
     flags_ = (gate_up ? kGateUp : 0) | static_cast<uint32_t>(task.product) << kProductShift;
     const uint32_t column = (task.col0 + lane_ % 4 * 8) * 2;
 #pragma unroll

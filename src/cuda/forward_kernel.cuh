@@ -101,6 +101,11 @@ struct ForwardHooks {
         out.wait_counter = entry(w.counter, w.index);
         out.wait_target = w.target;
       });
+      // Mostly the inputs are there by now: then the loads need not look again.
+      if (threadIdx.x % kWarp == 0 && out.wait_counter != kNoCounter &&
+          ptx::load_acquire_gpu(at(out.wait_counter)) >= static_cast<uint32_t>(out.wait_target)) {
+        out.wait_counter = kNoCounter;
+      }
       plan::for_each_signal(plan, task, [&](plan::Counter c, int index) {
         if (c != plan::Counter::window_done) out.done_counter = entry(c, index);
       });
@@ -127,11 +132,8 @@ struct ForwardHooks {
   }
 
   __device__ void publish(const TileTask& task) {
-    if (task.kind == TaskKind::down) {
-      ptx::fence_system();  // rows went to other GPUs
-    } else {
-      ptx::fence_gpu();
-    }
+    // The red releases the tile's stores to this GPU; rows may have gone to others.
+    if (task.kind == TaskKind::down && rank.g.ranks > 1) ptx::fence_system();
     ptx::add_release_gpu(at(task.done_counter), 1);
     if (plan.s.windows <= 2 || task.product >= kSharedGateUp) return;
     const int tile = task.save_row0 / plan::kTileRows;

@@ -45,8 +45,9 @@ concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
 };
 
 // The next ticket is drawn this many steps before the last load of a task: late, so that a block
-// sits on no work that another could begin, but early enough to hide the draw and its decoding.
-inline constexpr int kDrawLead = 4;
+// sits on no work that another could begin, but early enough to hide the draw, its decoding and the
+// look at its counter (5000 cycles; a step is 1024).
+inline constexpr int kDrawLead = 10;
 
 inline constexpr uint32_t kHalfBytesA = kHalfM * kTileK * 2;
 inline constexpr uint32_t kGroupBytesB = kGroupN * kTileK * 2;

@@ -15,7 +15,7 @@ struct ReduceShared {
   int32_t go;
   float sigma[kMostReduceTokens];
   float weight[kMostReduceTokens * kMaxTopk];
-  int32_t id[kMostReduceTokens * kMaxTopk];
+  uint32_t routed[kMostReduceTokens][kMaxTopk / 32];  // bit k: slot k of the token has a row
 };
 
 // Eight bf16 of one 16-byte piece.
@@ -69,6 +69,9 @@ class Reducer {
   __device__ static void sync() { ptx::named_barrier_sync(kBarrier, kReducers); }
 
   __device__ bool ready(const plan::Task& task) {
+    for (int i = thread_; i < kMostReduceTokens * kMaxTopk / 32; i += kReducers) {
+      shared_.routed[i / (kMaxTopk / 32)][i % (kMaxTopk / 32)] = 0;
+    }
     if (thread_ == 0) {
       bool go = true;
       plan::for_each_wait(plan_, task, [&](plan::Wait w) {
@@ -81,8 +84,11 @@ class Reducer {
     all_returned_ = true;
     for (int i = thread_; i < (task.end - task.begin) * plan_.g.topk; i += kReducers) {
       const int64_t slot = int64_t{task.begin} * plan_.g.topk + i;
+      const int token = i / plan_.g.topk, k = i % plan_.g.topk;
       shared_.weight[i] = rank_.weights[slot];
-      shared_.id[i] = rank_.at<int32_t>(plan::Buffer::ids, plan_.g.rank)[slot];
+      if (rank_.at<int32_t>(plan::Buffer::ids, plan_.g.rank)[slot] >= 0) {
+        atomicOr(&shared_.routed[token][k / 32], 1u << k % 32);
+      }
     }
     sync();
     return shared_.go != 0;
@@ -106,11 +112,16 @@ class Reducer {
     sync();
   }
 
-  __device__ static uint4 load(const __nv_bfloat16* from) {
+  __device__ static uint4 load(const uint8_t* from) { return load_if(1, from); }
+  // Predicated, so that many are issued in a row.
+  __device__ static uint4 load_if(uint32_t wanted, const uint8_t* from) {
     uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
+        " mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n mov.b32 %3, 0;\n"
+        " @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(from), "r"(wanted));
     return v;
   }
 
@@ -130,41 +141,43 @@ class Reducer {
     const int pieces = g.hidden / 8;
     int local[kItems], column[kItems];
     float acc[kItems][8];
+    const uint8_t* row[kItems];  // this item's piece of the token's next row
+    const int64_t row_bytes = int64_t{g.hidden} * 2;
+    const auto* rows = rank_.at<uint8_t>(plan::Buffer::returned_rows, g.rank);
 #pragma unroll
     for (int n = 0; n < kItems; ++n) {
       local[n] = (first + n * kReducers) / pieces;
       column[n] = (first + n * kReducers) % pieces * 8;
+      row[n] = rows + int64_t{task.begin + local[n]} * g.topk * row_bytes + column[n] * 2;
       for (int j = 0; j < 8; ++j) acc[n][j] = 0;
       if (!g.has_shared()) continue;
-      const auto* r_s = rank_.at<__nv_bfloat16>(plan::Buffer::shared_rows) +
-                        int64_t{task.begin + local[n]} * g.hidden + column[n];
+      const auto* r_s = rank_.at<uint8_t>(plan::Buffer::shared_rows) +
+                        int64_t{task.begin + local[n]} * row_bytes + column[n] * 2;
       const Eight r = Eight::unpack(load(r_s));
       const float sigma = g.shared_gate ? shared_.sigma[local[n]] : 1.0f;
       for (int j = 0; j < 8; ++j) acc[n][j] = sigma * r.v[j];
     }
-    const auto* rows = rank_.at<__nv_bfloat16>(plan::Buffer::returned_rows, g.rank);
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 8;  // divides 32
     for (int k0 = 0; k0 < g.topk; k0 += kAtOnce) {
       uint4 raw[kItems][kAtOnce];
-      const auto routed = [&](int n, int k) {
-        return k0 + k < g.topk && shared_.id[local[n] * g.topk + k0 + k] >= 0;
-      };
+      uint32_t routed[kItems];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
+      for (int n = 0; n < kItems; ++n) {
+        routed[n] = shared_.routed[local[n]][k0 / 32] >> k0 % 32;
 #pragma unroll
-        for (int n = 0; n < kItems; ++n) {
-          const int64_t slot = int64_t{task.begin + local[n]} * g.topk + k0 + k;
-          if (routed(n, k)) raw[n][k] = load(rows + slot * g.hidden + column[n]);
+        for (int k = 0; k < kAtOnce; ++k) {
+          raw[n][k] = load_if(routed[n] >> k & 1, row[n]);
+          row[n] += row_bytes;
         }
       }
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
+      for (int n = 0; n < kItems; ++n) {
+        const float* weight = &shared_.weight[local[n] * g.topk + k0];
 #pragma unroll
-        for (int n = 0; n < kItems; ++n) {
-          if (!routed(n, k)) continue;
-          const float weight = shared_.weight[local[n] * g.topk + k0 + k];
+        for (int k = 0; k < kAtOnce; ++k) {
+          if ((routed[n] >> k & 1) == 0) continue;
           const Eight r = Eight::unpack(raw[n][k]);
-          for (int j = 0; j < 8; ++j) acc[n][j] = fmaf(weight, r.v[j], acc[n][j]);
+          for (int j = 0; j < 8; ++j) acc[n][j] = fmaf(weight[k], r.v[j], acc[n][j]);
         }
       }
     }

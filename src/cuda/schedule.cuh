@@ -308,7 +308,7 @@ class ScheduleBuilder {
   }
 
   __device__ void write_plan(int tiles, int real) {
-    plan::Plan p;
+    plan::Plan& p = *rank_.tables.plan;
     p.g = g();
     for (int r = 0; r < g().ranks; ++r) {
       p.g.tokens[r] = rank_.control(g().rank)->from[r].tokens;
@@ -326,7 +326,6 @@ class ScheduleBuilder {
     p.s.fetch_count = rank_.tables.fetch_count;
     p.compute = rank_.tables.compute;
     p.communication = rank_.tables.communication;
-    *rank_.tables.plan = p;
   }
 
   __device__ void load_plan() {
