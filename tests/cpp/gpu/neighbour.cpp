@@ -50,12 +50,13 @@ TEST(GpuNeighbour, reserved_sms_are_free) {
   GpuLayer layer(s);
   const Stream stream;
   const auto expected = stream.forward(layer);
+  ForeignKernel::Load load;
+  load.blocks = kReserve;
+  ForeignKernel(0, load).stop();  // loads its code, which cannot be done beside a running kernel
   cuda::Fault fault;
   fault.absent_rank = 1;
   layer.workspace().inject(fault);
   layer.enqueue();
-  ForeignKernel::Load load;
-  load.blocks = kReserve;
   ForeignKernel other(0, load);
   EXPECT_TRUE(other.is_resident(1));
   EXPECT_TRUE(stream.is_busy()) << "the layer has ended before its deadline";
