@@ -106,8 +106,12 @@ std::string shape_text(const std::vector<int64_t>& shape) {
 NpyInts read_npy_ints(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
   if (!stream) throw Error(ErrorCode::bad_argument, path + ": cannot be opened");
-  const std::string file{std::istreambuf_iterator<char>(stream), {}};
-  if (stream.bad()) throw Error(ErrorCode::bad_argument, path + ": cannot be read");
+  std::string file;
+  try {
+    file.assign(std::istreambuf_iterator<char>(stream), {});
+  } catch (const std::ios_base::failure&) {  // a folder, for one
+    throw Error(ErrorCode::bad_argument, path + ": cannot be read");
+  }
 
   Header nothing(path, {});
   if (!std::string_view(file).starts_with(kMagic)) nothing.bad("is not an .npy file");

@@ -148,6 +148,7 @@ def test_routing_from_a_file(tmp_path):
         (["--tokens", "4", "--routing", "zipf"], "--routing"),
         (["--tokens", "4", "--routing", "zipf:-1"], "--routing"),
         (["--tokens", "4", "--routing", "file:/nonexistent.npy"], "--routing"),
+        (["--tokens", "4", "--routing", "file:/"], "--routing"),
         (["--tokens", "4", "--seed", "-1"], "--seed"),
         (["--tokens", "4", "--ring", "-5"], "--ring"),
         (["--tokens", "4", "--minibatch", "0"], "--minibatch"),

@@ -309,6 +309,7 @@ TEST_F(Files, MalformedOnesSayWhatIsWrong) {
     EXPECT_NE(text.find(what), text.npos) << text;
   };
   says(path("missing.npy"), "cannot be opened");
+  says(path(""), "cannot be read");
   says(write(""), "not an .npy file");
   says(write("PK\x03\x04 something else"), "not an .npy file");
   says(write("\x93NUMPY\x01"), "ends inside its header");
