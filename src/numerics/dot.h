@@ -3,8 +3,9 @@
 //
 // The vector is cut into blocks of 64. Inside a block lane l of 16 takes elements l, l + 16, ... by
 // fused multiply-adds, then the lanes are added as a tree (l += l + 8, 4, 2, 1). The blocks' sums
-// are added in order. So a tile of any multiple of 64 columns can deliver its part (one value for
-// each block) and the bits depend neither on the tile nor on the SIMD width.
+// are added in order, so the bits do not depend on the SIMD width. Where the vector is spread over
+// tiles of columns (d_topk_weights: kTileInter, two blocks each), a tile adds its blocks in order
+// and the tiles' sums are added in column order.
 #pragma once
 
 #include <cstdint>
