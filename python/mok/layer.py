@@ -78,6 +78,15 @@ class MoELayer(nn.Module):
         dtype = dtype or torch.get_default_dtype()
         self.group = group
         ranks = (group or default_group()).ranks
+        for name, value in (
+            ("hidden", hidden),
+            ("intermediate", intermediate),
+            ("experts", experts),
+            ("topk", topk),
+            ("shared_intermediate", shared_intermediate),
+        ):
+            if not isinstance(value, int | torch.SymInt):
+                raise TypeError(f"{name}: {value!r} is not an integer")
         for name, value in (("hidden", hidden), ("intermediate", intermediate)):
             if value < 1:
                 raise ValueError(f"{name}: {value} is not positive")
@@ -89,12 +98,16 @@ class MoELayer(nn.Module):
             raise ValueError(f"shared_intermediate: {shared_intermediate} is negative")
         if shared_gate and not shared_intermediate:
             raise ValueError("shared_gate: there is no shared expert to scale")
+        if swiglu_limit is not None and not swiglu_limit > 0:
+            raise ValueError(f"swiglu_limit: {swiglu_limit} is not positive")
         if layout not in LAYOUTS:
             raise ValueError(f"layout: {layout!r} is none of {', '.join(LAYOUTS)}")
         for name, value in (("dtype", dtype), ("compute_dtype", compute_dtype)):
             if value is not None and value not in DTYPES:
                 raise TypeError(f"{name}: {value} is none of {DTYPES}")
         if router is not None:
+            if not isinstance(router, RouterConfig):
+                raise TypeError(f"router: {router!r} is no RouterConfig")
             router.check(experts, topk)
         self.hidden, self.intermediate, self.experts, self.topk = (
             hidden,
@@ -214,8 +227,12 @@ class MoELayer(nn.Module):
 
         Raises: as :func:`mok.moe`.
         """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: {type(x).__name__}, expected a tensor")
+        if x.device.type != self.w_down.device.type:
+            raise ValueError(f"x: on {x.device}, the weights on {self.w_down.device}")
         lead = x.shape[:-1]
-        if x.shape[-1] != self.hidden:
+        if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(f"x: shape {list(x.shape)}, expected [..., {self.hidden}]")
         flat = x.reshape(-1, self.hidden)
         mask = None

@@ -51,6 +51,45 @@ def test_shared_expert_is_three_tensors():
         mok.moe(**{**arguments(p), **dict.fromkeys(NAMES[6:9])})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("hidden", 0, ValueError),
+        ("hidden", 8.0, TypeError),
+        ("intermediate", -1, ValueError),
+        ("experts", "4", TypeError),
+        ("topk", 5, ValueError),
+        ("shared_intermediate", None, TypeError),
+        ("swiglu_limit", 0.0, ValueError),
+        ("swiglu_limit", float("nan"), ValueError),
+        ("router", "sigmoid", TypeError),
+        ("layout", "fused", ValueError),
+        ("dtype", torch.float16, TypeError),
+    ],
+)
+def test_settings_of_the_layer(name, value, error):
+    settings = {"hidden": 8, "intermediate": 8, "experts": 4, "topk": 2}
+    with pytest.raises(error, match=rf"^{name}: "):
+        mok.MoELayer(**{**settings, name: value})
+
+
+def test_x_of_the_layer():
+    layer = mok.MoELayer(8, 8, 4, 2)
+    x = torch.ones(3, 8)
+    want = layer(x)
+    for value, error in (
+        (None, TypeError),
+        ([1.0], TypeError),
+        (torch.tensor(1.0), ValueError),
+        (x[:, :-1], ValueError),
+        (x.to("meta"), ValueError),
+        (x.double(), TypeError),
+    ):
+        with pytest.raises(error, match=r"^x\b"):
+            layer(value)
+    assert torch.equal(layer(x), want)
+
+
 @pytest.mark.parametrize("bad", [6, 2**30, -2, -(2**31)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_M3_ids_out_of_range(bad, dtype):
