@@ -11,7 +11,8 @@ build: setup
 setup:
 	@scripts/setup.sh
 
-demo: build
+demo: setup
+	@MOK_TARGET=mok_torch scripts/build.sh cpu
 	@$(PYTHON) examples/train_lm.py $(DEMO_ARGS)
 
 test:
