@@ -72,6 +72,15 @@ __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks)
   }
 }
 
+// After an abort: loads that are on their way must not outlive the block's shared memory.
+__device__ __forceinline__ void land_loads(TileShared& shared, const RingCursor<kStages>& next) {
+  for (uint32_t back = 1; back <= kStages && back <= next.position; ++back) {
+    const RingCursor<kStages> at{next.position - back};
+    while (!shared.full[at.slot()].try_wait(at.phase())) {
+    }
+  }
+}
+
 // One thread.
 template <int kProducts, class Hooks>
 __device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kProducts>& products,
@@ -92,7 +101,9 @@ __device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kP
     hooks.wait_ready(task);
     for (int step = 0; step < task.steps; ++step) {
       if (step == draw_at) shared.draw.arrive();
-      if (!wait(shared.empty[stage.slot()], stage.phase() ^ 1, shared.abort)) return;
+      if (!wait(shared.empty[stage.slot()], stage.phase() ^ 1, shared.abort)) {
+        return land_loads(shared, stage);
+      }
       ptx::Mbarrier* full = &shared.full[stage.slot()];
       uint8_t* a = shared.a[stage.slot()];
       uint8_t* b = shared.b[stage.slot()];
@@ -112,6 +123,7 @@ __device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kP
     }
     task_at.advance();
   }
+  land_loads(shared, stage);
 }
 
 // One thread. Its release covers the consumers' stores: they came before their arrivals at
