@@ -2,6 +2,7 @@
 // The consumer warpgroups of a block run them when no tile is left.
 #pragma once
 
+#include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile_types.cuh"
 #include "cuda/wait.cuh"
 #include "numerics/exp.h"
