@@ -9,6 +9,7 @@
 
 #include "cpu/arguments.h"
 #include "cpu/executor.h"
+#include "plan/sizing.h"
 #include "plan/validate.h"
 
 namespace mok {
@@ -193,29 +194,11 @@ struct Workspace::Impl {
   }
 
   void fill_options() {
-    geometry.ranks = group.ranks();
+    geometry = plan::workspace_geometry(shape, group.ranks(), options);
     geometry.rank = group.rank();
-    geometry.experts = shape.experts;
-    geometry.topk = shape.topk;
-    geometry.hidden = static_cast<int32_t>(shape.hidden);
-    geometry.intermediate = static_cast<int32_t>(shape.intermediate);
-    geometry.shared_intermediate = static_cast<int32_t>(shape.shared_intermediate);
-    geometry.shared_gate = shape.shared_gate;
-    geometry.max_tokens = static_cast<int32_t>(options.max_tokens);
-    const int64_t expected = default_saved_rows(shape, group.ranks(), options.max_tokens);
-    const int64_t tile = plan::kTileRows;
-    const int64_t ring = options.ring_rows > 0 ? options.ring_rows : expected;
-    geometry.ring_tiles = static_cast<int32_t>(std::max<int64_t>(2, plan::ceil_div(ring, tile)));
-    geometry.minibatch_tiles = static_cast<int32_t>(plan::ceil_div(options.minibatch_rows, tile));
-    // Rounded up to whole minibatches where the caller left the size open.
-    const int32_t pair = 2 * std::min(geometry.minibatch_tiles, geometry.ring_tiles / 2);
-    if (options.ring_rows == 0)
-      geometry.ring_tiles = plan::ceil_div(geometry.ring_tiles, pair) * pair;
-    geometry.normalize();
-    if (options.saved_rows < 0) options.saved_rows = expected;
-    geometry.saved_rows = options.saved_rows;
-    options.ring_rows = geometry.ring_tiles * tile;
-    options.minibatch_rows = geometry.minibatch_tiles * tile;
+    options.saved_rows = geometry.saved_rows;
+    options.ring_rows = int64_t{geometry.ring_tiles} * plan::kTileRows;
+    options.minibatch_rows = int64_t{geometry.minibatch_tiles} * plan::kTileRows;
     if (options.compute_workers == 0) {
       options.compute_workers = std::max(1, usable_cores() / group.ranks());
     }

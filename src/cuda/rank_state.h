@@ -95,7 +95,6 @@ struct RankState {
   const __nv_bfloat16* shared_vector;
   __nv_bfloat16* y;
   int64_t y_stride;
-  __nv_bfloat16* saved_shared_out;  // [T, H] or null
 
   template <class T>
   MOK_HD T* at(plan::Buffer b) const {

@@ -10,10 +10,6 @@
 
 namespace mok::cuda::ptx {
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
-}
-
 __device__ __forceinline__ void load_tensor_2d(void* to, const CUtensorMap* map, Mbarrier* full,
                                                int c0, int c1) {
   asm volatile(

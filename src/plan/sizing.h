@@ -1,0 +1,13 @@
+// The geometry that a workspace's options stand for: the one place that states the defaults.
+#pragma once
+
+#include "mok/layer.h"
+#include "plan/geometry.h"
+
+namespace mok::plan {
+
+// Ring and minibatch in whole tiles and normalized, saved rows filled in; rank 0, no tokens yet. A
+// ring that the caller left open holds the expected rows, rounded up to whole minibatches.
+Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceOptions& options);
+
+}  // namespace mok::plan
