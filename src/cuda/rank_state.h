@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "mok/layer.h"
 #include "plan/counters.h"
 #include "plan/layout.h"
 #include "plan/tasks.h"
@@ -68,7 +69,10 @@ struct Tables {
   int32_t* chunk_count;  // [kScheduleChunks, E_local]; from layout on: rows in earlier chunks
   int32_t *expert_begin, *expert_rows, *row_slot, *slot_row, *fetch_row, *fetch_count;
   plan::Tile* tile;
-  uint64_t* row_destination;     // [most rows] where a row of y's sum belongs, 0 on padding
+  plan::Segment* segment;                    // [most_segments]; backward only, as the next two
+  int32_t *segment_of_tile, *segment_begin;  // [most_tiles], [most_minibatches + 1]
+  float* row_weight;                         // [most rows] router weight of a row; backward only
+  uint64_t* row_destination;  // [most rows] where a row of y's or d_x's sum belongs, 0 on padding
   uint64_t* shared_destination;  // [T_max] rows of Buffer::shared_rows
 };
 
@@ -95,6 +99,16 @@ struct RankState {
   const __nv_bfloat16* shared_vector;
   __nv_bfloat16* y;
   int64_t y_stride;
+
+  // Backward only. Null: not wanted, not kept.
+  const __nv_bfloat16* d_y;
+  int64_t d_y_stride;
+  const __nv_bfloat16* saved_shared_out;  // [T, H] r_s, with a shared gate
+  __nv_bfloat16* d_x;
+  int64_t d_x_stride;
+  float* d_topk_weights;  // [T, K]
+  void* d_shared_vector;  // [H], bf16 or fp32 by mode
+  GradMode d_shared_vector_mode;
 
   template <class T>
   MOK_HD T* at(plan::Buffer b) const {
