@@ -76,6 +76,10 @@ inline Tables carve_tables(const plan::Geometry& g, Carver& carver, Tickets** ti
   t.fetch_row = carver.take<int32_t>(g.most_rows());
   t.fetch_count = carver.take<int32_t>(g.most_minibatches());
   t.tile = carver.take<plan::Tile>(g.most_tiles());
+  t.segment = carver.take<plan::Segment>(g.most_segments());
+  t.segment_of_tile = carver.take<int32_t>(g.most_tiles());
+  t.segment_begin = carver.take<int32_t>(g.most_minibatches() + 1);
+  t.row_weight = carver.take<float>(g.most_rows());
   t.row_destination = carver.take<uint64_t>(g.most_rows());
   t.shared_destination = carver.take<uint64_t>(g.has_shared() ? g.max_tokens : 0);
   return t;
