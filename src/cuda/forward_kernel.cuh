@@ -178,6 +178,7 @@ __device__ inline void leave(const RankState& rank, int blocks, int64_t call, ui
   }
   __syncthreads();
   if (threadIdx.x == 0) {
+    record_abort(rank);
     *rank.tickets = Tickets{};
     *rank.call = call;
   }

@@ -30,6 +30,7 @@ struct ErrorRecord {
     schedule,      // a step of the schedule; entry: word of Tickets
     disagreement,  // entry: the peer
     bad_id,        // entry: the slot; seen: the id
+    aborted,       // entry: the rank that ended the call
   };
   int32_t kind;
   int32_t rank;  // that waited
@@ -45,7 +46,7 @@ struct Control {
     int32_t tokens;  // T of the source rank
     int32_t unused;
   } from[kMaxRanks];
-  uint32_t abort;  // not 0: leave
+  uint32_t abort;  // not 0: leave; 1 + the rank that says so
 };
 
 // Local words that count blocks and tickets; all zero between calls.

@@ -12,6 +12,18 @@ __device__ __forceinline__ void stamp(const RankState& rank, Stamps::Point point
   atomicMax(reinterpret_cast<unsigned long long*>(&rank.stamps->at[point]), now);
 }
 
+// By one thread of the last block that leaves a call: a rank that only followed a peer (or its own
+// host) out of it says so too, since the peer's record may be in another process.
+__device__ inline void record_abort(const RankState& rank) {
+  const uint32_t by = *const_cast<volatile uint32_t*>(&rank.control(rank.g.rank)->abort);
+  if (by == 0 || const_cast<volatile Tickets*>(rank.tickets)->recorded != 0) return;
+  volatile ErrorRecord* out = rank.record;
+  out->rank = rank.g.rank;
+  out->entry = static_cast<int32_t>(by) - 1;
+  ptx::fence_system();
+  out->kind = ErrorRecord::aborted;
+}
+
 // One rank's waits, as seen by one block. `call` is the number of this call. Everything is inlined:
 // a function call in the kernel would cost the consumers registers.
 struct Waiter {
@@ -33,7 +45,7 @@ struct Waiter {
       out->kind = kind;
     }
     for (int r = 0; r < rank.g.ranks; ++r) {
-      ptx::store_release_system(&rank.control(r)->abort, 1);
+      ptx::store_release_system(&rank.control(r)->abort, rank.g.rank + 1);
     }
     abort->raised = 1;
   }
