@@ -18,6 +18,7 @@ __device__ inline void record_abort(const RankState& rank) {
   const uint32_t by = *const_cast<volatile uint32_t*>(&rank.control(rank.g.rank)->abort);
   if (by == 0 || const_cast<volatile Tickets*>(rank.tickets)->recorded != 0) return;
   volatile ErrorRecord* out = rank.record;
+  if (out->kind != ErrorRecord::none) return;  // of an earlier call: that one says why
   out->rank = rank.g.rank;
   out->entry = static_cast<int32_t>(by) - 1;
   ptx::fence_system();
