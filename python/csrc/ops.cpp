@@ -77,6 +77,19 @@ int64_t hash_ids(const void* ids, IdType type, int64_t count) {
   return type == IdType::int64 ? hash_ids<int64_t>(ids, count) : hash_ids<int32_t>(ids, count);
 }
 
+// What backward compares its topk_ids with.
+Tensor routing_hash(Tensor topk_ids) {
+  const ScalarType type = topk_ids.scalar_type();
+  if (!topk_ids.is_cpu() || (type != ScalarType::Long && type != ScalarType::Int)) {
+    throw std::invalid_argument("mok: topk_ids: not an int32 or int64 CPU tensor");
+  }
+  Arguments views;
+  Tensor hash = empty(topk_ids, {1}, ScalarType::Long);
+  *static_cast<int64_t*>(hash.mutable_data_ptr()) =
+      hash_ids(views.contiguous(topk_ids), id_type(topk_ids), topk_ids.numel());
+  return hash;
+}
+
 // What forward keeps, in the order of the operators.
 using SavedTensors = std::array<Tensor, 5>;
 
@@ -338,12 +351,14 @@ Gradients backward_accumulate(
 }  // namespace
 
 STABLE_TORCH_LIBRARY(mok, m) {
+  m.def("routing_hash(Tensor topk_ids) -> Tensor");
   m.def(kForwardSchema);
   m.def(backward_schema("backward", "").c_str());
   m.def(backward_schema("backward_accumulate", kMainGrads).c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) {
+  m.impl("routing_hash", TORCH_BOX(&routing_hash));
   m.impl("forward", TORCH_BOX(&forward));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward_accumulate", TORCH_BOX(&backward_accumulate));

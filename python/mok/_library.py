@@ -60,6 +60,15 @@ def _load() -> ctypes.CDLL:
     return library
 
 
+DEVICES = ("cpu",)  # the devices that this build has operators for
+
+
+def check_device(name: str, device: torch.device) -> None:
+    """Raises ValueError for a device without operators. `meta` passes where a graph is traced."""
+    if device.type not in DEVICES and device.type != "meta":
+        raise ValueError(f"{name}: on {device}; this build works on {', '.join(DEVICES)} tensors")
+
+
 class WorkspaceRequest(ctypes.Structure):
     """What a workspace is made for; mirrors MokWorkspaceRequest in csrc/handles.cpp."""
 

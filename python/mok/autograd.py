@@ -84,8 +84,10 @@ def _wrong_tensor(name: str, value) -> Exception | None:
 def _wrong(name: str, value, shape: tuple, letters: str, dtype: torch.dtype) -> Exception | None:
     if not isinstance(value, Tensor):
         return _wrong_tensor(name, value)
-    if value.device.type != "cpu":
-        return ValueError(f"{name}: on {value.device}; this build works on CPU tensors")
+    if value.device.type not in _library.DEVICES:
+        return ValueError(
+            f"{name}: on {value.device}; this build works on {', '.join(_library.DEVICES)} tensors"
+        )
     if value.dtype != dtype:
         return TypeError(f"{name}: dtype {value.dtype}, expected {dtype}")
     if value.shape != shape:

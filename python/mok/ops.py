@@ -1,4 +1,4 @@
-"""The operators of libmok_torch.so: fake kernels, and the choice of experts.
+"""The operators of libmok_torch.so: fake kernels, the choice of experts, and MXFP8.
 
 ``torch.ops.mok.forward``, ``backward`` and ``backward_accumulate`` are defined in C++ and known
 here by their outputs' shapes alone, so that they trace with symbolic T. They keep no Python state:
@@ -8,7 +8,7 @@ a workspace is an integer. Most code calls :func:`mok.moe` or :class:`mok.MoELay
 import torch
 from torch import Tensor
 
-from mok import _library  # noqa: F401  (defines the operators)
+from mok import _library  # defines the operators
 
 SPLIT, STACKED, INTERLEAVED = 0, 1, 2
 LAYOUTS = {"split": SPLIT, "stacked": STACKED, "interleaved": INTERLEAVED}
@@ -70,6 +70,108 @@ def _backward_accumulate_fake(
         main_shared_gate_vector,
     )  # fmt: skip
     return _backward_shapes(x, topk_weights, weights, needs, main_grads)
+
+
+@torch.library.register_fake("mok::routing_hash")
+def _routing_hash_fake(topk_ids):
+    return topk_ids.new_empty((1,), dtype=torch.int64)
+
+
+# ---- MXFP8 -----------------------------------------------------------------------------------
+
+
+def _tiles(size):
+    return (size + 127) // 128
+
+
+@torch.library.register_fake("mok::mxfp8_quantize")
+def _mxfp8_quantize_fake(x_bf16, return_normal, return_transposed):
+    *count, rows, columns = x_bf16.shape
+    experts = count[0] if count else 1
+
+    def pair(rows, columns):
+        return (
+            x_bf16.new_empty((*count, rows, columns), dtype=torch.float8_e4m3fn),
+            x_bf16.new_empty((experts * _tiles(rows), _tiles(columns), 32, 16), dtype=torch.uint8),
+        )
+
+    normal = pair(rows, columns) if return_normal else (None, None)
+    transposed = pair(columns, rows) if return_transposed else (None, None)
+    return (*normal, *transposed)
+
+
+@torch.library.register_fake("mok::mxfp8_dequantize")
+def _mxfp8_dequantize_fake(x_fp8, x_sc):
+    return x_fp8.new_empty(x_fp8.shape, dtype=torch.bfloat16)
+
+
+def _check_matrices(name: str, value, dtype: torch.dtype) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: a tensor is needed, not {type(value).__name__}")
+    if value.dtype != dtype:
+        raise ValueError(f"{name}: dtype {value.dtype}, expected {dtype}")
+    if value.dim() not in (2, 3):
+        raise ValueError(f"{name}: shape {list(value.shape)}, expected [M, N] or [E, M, N]")
+    _library.check_device(name, value.device)
+
+
+def mxfp8_quantize(
+    x_bf16: Tensor, return_normal: bool, return_transposed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """bf16 -> MXFP8: E4M3 elements in blocks of 32 along the last dimension, E8M0 scales.
+
+    A block's scale is the smallest power of two >= amax / 448, with amax >= 1e-12; elements are
+    rounded to nearest, ties to even, and saturate at +-448. docs/numerics.md says what becomes of
+    NaN and infinities. The same bits on every device; no gradient.
+
+    Args:
+        x_bf16: bf16 [M, N] or [E, M, N], any sizes.
+        return_normal: blocks along N.
+        return_transposed: blocks along M, of the transposed matrices.
+
+    Returns: (x_fp8, x_sc, x_fp8_t, x_sc_t), None where not asked for.
+        x_fp8: float8_e4m3fn of x's shape.
+        x_sc: uint8 [E * ceil(M / 128), ceil(N / 128), 32, 16]; in a 128 x 128 tile the scale of row
+            r and block b (32 columns) is byte r % 32 * 16 + r // 32 * 4 + b. Blocks outside the
+            matrix hold 79, the scale of zeros.
+        x_fp8_t: float8_e4m3fn [N, M] or [E, N, M].
+        x_sc_t: uint8 [E * ceil(N / 128), ceil(M / 128), 32, 16].
+
+    Raises:
+        TypeError: an argument of a wrong Python type.
+        ValueError: a wrong dtype, shape or device.
+    """
+    _check_matrices("x_bf16", x_bf16, torch.bfloat16)
+    for name, value in (("return_normal", return_normal), ("return_transposed", return_transposed)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {value!r} is not a bool")
+    return torch.ops.mok.mxfp8_quantize(x_bf16.detach(), return_normal, return_transposed)
+
+
+def mxfp8_dequantize(x_fp8: Tensor, x_sc: Tensor) -> Tensor:
+    """MXFP8 -> bf16; exact for what :func:`mxfp8_quantize` gives, infinity from 2^128 on.
+
+    Args:
+        x_fp8: float8_e4m3fn [M, N] or [E, M, N].
+        x_sc: uint8 scales as of :func:`mxfp8_quantize`; 255 makes a block NaN.
+
+    Returns: bf16 of x_fp8's shape. (For x_fp8_t and x_sc_t: the transposed matrices.)
+
+    Raises: as :func:`mxfp8_quantize`.
+    """
+    _check_matrices("x_fp8", x_fp8, torch.float8_e4m3fn)
+    if not isinstance(x_sc, Tensor):
+        raise TypeError(f"x_sc: a tensor is needed, not {type(x_sc).__name__}")
+    if x_sc.dtype != torch.uint8:
+        raise ValueError(f"x_sc: dtype {x_sc.dtype}, expected torch.uint8")
+    *count, rows, columns = x_fp8.shape
+    expected = [(count[0] if count else 1) * _tiles(rows), _tiles(columns), 32, 16]
+    if list(x_sc.shape) != expected:
+        raise ValueError(f"x_sc: shape {list(x_sc.shape)}, expected {expected}")
+    return torch.ops.mok.mxfp8_dequantize(x_fp8, x_sc)
+
+
+# ---- the choice of experts -------------------------------------------------------------------
 
 
 def _best_first(scores: Tensor) -> Tensor:
