@@ -1,6 +1,7 @@
 #include "cuda/arguments.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace mok::cuda {
 
@@ -8,7 +9,7 @@ void require(bool holds, const std::string& message) {
   if (!holds) throw Error(ErrorCode::bad_argument, message);
 }
 
-void check_shape(const LayerShape& shape, int ranks, const WorkspaceOptions& options) {
+void check_shape(const LayerShape& shape, int ranks, const Options& options) {
   require(ranks >= 1 && ranks <= kMaxRanks,
           "ranks must be 1.." + std::to_string(kMaxRanks) + ", not " + std::to_string(ranks));
   const auto size = [](const char* name, int64_t n, bool zero) {
@@ -18,49 +19,235 @@ void check_shape(const LayerShape& shape, int ranks, const WorkspaceOptions& opt
   size("hidden", shape.hidden, false);
   size("intermediate", shape.intermediate, false);
   size("shared_intermediate", shape.shared_intermediate, true);
+  require(!shape.shared_gate || shape.shared_intermediate > 0,
+          "shared_gate is set without a shared expert (shared_intermediate is 0)");
   require(shape.experts >= 1 && shape.experts <= kMaxExperts && shape.experts % ranks == 0,
           "experts must be a multiple of the ranks, at most " + std::to_string(kMaxExperts) +
               ", not " + std::to_string(shape.experts));
   require(shape.topk >= 1 && shape.topk <= std::min(shape.experts, kMaxTopk),
           "topk must be 1..min(experts, " + std::to_string(kMaxTopk) + "), not " +
               std::to_string(shape.topk));
-  const int64_t slots = ranks * options.max_tokens * shape.topk;
-  require(options.max_tokens >= 0 && slots < int64_t{1} << 31,
-          "max_tokens * ranks * topk must be under 2^31");
   require(shape.swiglu_limit > 0, "swiglu_limit must be positive");
+  const auto range = [](const char* name, int64_t value, int64_t low, int64_t high) {
+    require(value >= low && value <= high, std::string(name) + " must be " + std::to_string(low) +
+                                               ".." + std::to_string(high) + ", not " +
+                                               std::to_string(value));
+  };
+  // Slots and rows are numbered in 32 bits.
+  const WorkspaceOptions& w = options.workspace;
+  constexpr int64_t kMost = int64_t{1} << 31;
+  range("max_tokens", w.max_tokens, 0,
+        (kMost - 1 - int64_t{shape.experts + 1} * plan::kTileRows) / (int64_t{ranks} * shape.topk));
+  range("ring_rows", w.ring_rows, 0, kMost);
+  range("minibatch_rows", w.minibatch_rows, 1, kMost);
+  range("saved_rows", w.saved_rows, -1, kMost);
+  range("comm_blocks", options.comm_blocks, 0, 1 << 20);
+  range("sm_reserve", options.sm_reserve, 0, 1 << 20);
+  const auto seconds = [](const char* name, double value) {
+    require(value >= 0 && value <= 1e9, std::string(name) + " must be 0..1e9");
+  };
+  seconds("arrival_seconds", options.deadlines.arrival_seconds);
+  seconds("progress_seconds", options.deadlines.progress_seconds);
 }
 
-void check_forward(const LayerShape& shape, int rank, int64_t max_tokens, const ForwardArgs& a) {
-  const std::string where = " (rank " + std::to_string(rank) + ")";
-  require(a.tokens >= 0 && a.tokens <= max_tokens, "tokens must be 0.." +
-                                                       std::to_string(max_tokens) + ", not " +
-                                                       std::to_string(a.tokens) + where);
-  const auto rows = [&](const char* name, const void* data, int64_t stride, int64_t least) {
-    require(data != nullptr, std::string(name) + " is null" + where);
-    require(reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0,
-            std::string(name) + " must have rows aligned to 16 bytes" + where);
-    require(stride >= least, std::string(name) + ": row stride is below the row length" + where);
-  };
+namespace {
+
+constexpr int kAlignment = 16;  // bytes, of every row: tensor maps and vector accesses need it
+
+class Checker {
+ public:
+  explicit Checker(const Limits& limits)
+      : limits_(limits), where_(" (rank " + std::to_string(limits.rank) + ")") {}
+
+  void that(bool holds, const std::string& text) const { require(holds, text + where_); }
+  void pointer(const char* name, const void* p, int64_t alignment = kAlignment) const {
+    that(p != nullptr, std::string(name) + " is null");
+    that(reinterpret_cast<uintptr_t>(p) % alignment == 0,
+         std::string(name) + " must be aligned to " + std::to_string(alignment) + " bytes");
+  }
+  // A tensor that may be null.
+  void optional(const char* name, const void* p) const {
+    if (p != nullptr) pointer(name, p);
+  }
+  // `element`: bytes.
+  template <class Void>
+  void matrix(const std::string& name, const BasicMatrix<Void>& m, int64_t columns,
+              int element = 2) const {
+    rows(name, m.data, m.row_stride, columns, element);
+  }
+  template <class Void>
+  void stack(const std::string& name, const BasicStack<Void>& s, int64_t rows_of_one,
+             int64_t columns, int element = 2) const {
+    rows(name, s.data, s.row_stride, columns, element);
+    if (limits_.shape.experts == limits_.ranks) return;  // one expert: never used
+    stride(name + ".expert_stride", s.expert_stride, (rows_of_one - 1) * s.row_stride + columns,
+           element);
+  }
+
+ private:
+  void rows(const std::string& name, const void* data, int64_t row_stride, int64_t columns,
+            int element) const {
+    that(data != nullptr, name + " is null");
+    that(reinterpret_cast<uintptr_t>(data) % kAlignment == 0,
+         name + " must have rows aligned to 16 bytes");
+    stride(name + ".row_stride", row_stride, columns, element);
+  }
+  void stride(const std::string& name, int64_t value, int64_t least, int element) const {
+    that(value >= least, name + " is " + std::to_string(value) + ", but " + std::to_string(least) +
+                             " elements are needed");
+    that(value * element % kAlignment == 0,
+         name + " is " + std::to_string(value) + ": rows must be aligned to 16 bytes");
+    that(value * element < int64_t{1} << 40,
+         name + " is " + std::to_string(value) + ", more than tensor maps allow");
+  }
+
+  const Limits& limits_;
+  const std::string where_;
+};
+
+// What both directions read.
+template <class Args>
+void check_inputs(const Limits& l, const Args& a) {
+  const Checker check(l);
+  const LayerShape& s = l.shape;
+  check.that(
+      a.tokens >= 0 && a.tokens <= l.max_tokens,
+      "tokens must be 0.." + std::to_string(l.max_tokens) + ", not " + std::to_string(a.tokens));
+  if (a.id_type != IdType::int32 && a.id_type != IdType::int64) {
+    throw Error(ErrorCode::bad_type,
+                "topk_ids is neither int32 nor int64 (rank " + std::to_string(l.rank) + ")");
+  }
   if (a.tokens > 0) {
-    rows("x", a.x.data, a.x.row_stride, shape.hidden);
-    rows("y", a.y.data, a.y.row_stride, shape.hidden);
-    require(a.topk_ids != nullptr, "topk_ids is null" + where);
-    require(a.topk_weights != nullptr, "topk_weights is null" + where);
+    check.matrix("x", a.x, s.hidden);
+    check.pointer("topk_ids", a.topk_ids, a.id_type == IdType::int64 ? 8 : 4);
+    check.pointer("topk_weights", a.topk_weights, 4);
   }
   const LayerWeights& w = a.weights;
-  rows("w_gate", w.gate.data, w.gate.row_stride, shape.hidden);
-  rows("w_up", w.up.data, w.up.row_stride, shape.hidden);
-  rows("w_down", w.down.data, w.down.row_stride, shape.intermediate);
-  require(
-      w.gate.expert_stride % 8 == 0 && w.up.expert_stride % 8 == 0 && w.down.expert_stride % 8 == 0,
-      "weights: expert strides must be multiples of 8" + where);
-  if (shape.shared_intermediate == 0) return;
-  rows("shared_gate_proj", w.shared_gate_proj.data, w.shared_gate_proj.row_stride, shape.hidden);
-  rows("shared_up_proj", w.shared_up_proj.data, w.shared_up_proj.row_stride, shape.hidden);
-  rows("shared_down_proj", w.shared_down_proj.data, w.shared_down_proj.row_stride,
-       shape.shared_intermediate);
-  require(!shape.shared_gate || w.shared_gate_vector != nullptr,
-          "shared_gate_vector is null" + where);
+  check.stack("w_gate", w.gate, s.intermediate, s.hidden);
+  check.stack("w_up", w.up, s.intermediate, s.hidden);
+  check.stack("w_down", w.down, s.hidden, s.intermediate);
+  if (s.shared_intermediate > 0) {
+    check.matrix("shared_gate_proj", w.shared_gate_proj, s.hidden);
+    check.matrix("shared_up_proj", w.shared_up_proj, s.hidden);
+    check.matrix("shared_down_proj", w.shared_down_proj, s.shared_intermediate);
+  }
+  if (s.shared_gate) check.pointer("shared_gate_vector", w.shared_gate_vector);
+  const auto pair = [&](const char* names, const void* one, const void* other) {
+    check.that((one == nullptr) == (other == nullptr),
+               std::string(names) + ": one is null, the other is not");
+  };
+  pair("saved.gate, saved.up", a.saved.gate, a.saved.up);
+  pair("saved.shared_gate, saved.shared_up", a.saved.shared_gate, a.saved.shared_up);
+  check.optional("saved.gate", a.saved.gate);
+  check.optional("saved.up", a.saved.up);
+  check.optional("saved.shared_gate", a.saved.shared_gate);
+  check.optional("saved.shared_up", a.saved.shared_up);
+  check.optional("saved.shared_out", a.saved.shared_out);
+}
+
+constexpr struct {
+  const char* name;
+  bool plan::Wanted::* field;
+} kWanted[] = {
+    {"d_x", &plan::Wanted::d_x},
+    {"d_topk_weights", &plan::Wanted::d_topk_weights},
+    {"d_gate", &plan::Wanted::d_gate},
+    {"d_up", &plan::Wanted::d_up},
+    {"d_down", &plan::Wanted::d_down},
+    {"d_shared_gate_proj", &plan::Wanted::d_shared_gate},
+    {"d_shared_up_proj", &plan::Wanted::d_shared_up},
+    {"d_shared_down_proj", &plan::Wanted::d_shared_down},
+    {"d_shared_gate_vector", &plan::Wanted::d_shared_vector},
+};
+
+plan::Wanted wanted_of(const BackwardArgs& a) {
+  const auto is = [](const auto& grad) { return grad.mode != GradMode::none; };
+  plan::Wanted w;
+  w.d_x = a.d_x.data != nullptr;
+  w.d_topk_weights = a.d_topk_weights != nullptr;
+  w.d_gate = is(a.d_gate);
+  w.d_up = is(a.d_up);
+  w.d_down = is(a.d_down);
+  w.d_shared_gate = is(a.d_shared_gate_proj);
+  w.d_shared_up = is(a.d_shared_up_proj);
+  w.d_shared_down = is(a.d_shared_down_proj);
+  w.d_shared_vector = is(a.d_shared_gate_vector);
+  return w;
+}
+
+}  // namespace
+
+void check_forward(const Limits& l, const ForwardArgs& a) {
+  check_inputs(l, a);
+  if (a.tokens > 0) Checker(l).matrix("y", a.y, l.shape.hidden);
+}
+
+void check_backward(const Limits& l, const BackwardArgs& a) {
+  check_inputs(l, a);
+  const Checker check(l);
+  const LayerShape& s = l.shape;
+  if (a.tokens > 0) {
+    check.matrix("d_y", a.d_y, s.hidden);
+    if (a.d_x.data != nullptr) check.matrix("d_x", a.d_x, s.hidden);
+    if (a.d_topk_weights != nullptr) check.pointer("d_topk_weights", a.d_topk_weights, 4);
+  }
+  // Whether the target is to be looked at.
+  const auto is_wanted = [&](const char* name, GradMode mode, bool exists) {
+    check.that(mode >= GradMode::none && mode <= GradMode::accumulate,
+               std::string(name) + ".mode is " + std::to_string(static_cast<int>(mode)));
+    check.that(exists || mode == GradMode::none,
+               std::string(name) + " is wanted, but the layer has no such weight");
+    return mode != GradMode::none;
+  };
+  const auto element = [](GradMode mode) { return mode == GradMode::storage ? 2 : 4; };
+  const auto stack = [&](const char* name, const StackGrad& g, int64_t rows, int64_t columns) {
+    if (!is_wanted(name, g.mode, true)) return;
+    check.stack(name, g.target, rows, columns, element(g.mode));
+  };
+  stack("d_gate", a.d_gate, s.intermediate, s.hidden);
+  stack("d_up", a.d_up, s.intermediate, s.hidden);
+  stack("d_down", a.d_down, s.hidden, s.intermediate);
+  const auto matrix = [&](const char* name, const MatrixGrad& g, int64_t columns, bool exists) {
+    if (!is_wanted(name, g.mode, exists)) return;
+    check.matrix(name, g.target, columns, element(g.mode));
+  };
+  const bool shared = s.shared_intermediate > 0;
+  matrix("d_shared_gate_proj", a.d_shared_gate_proj, s.hidden, shared);
+  matrix("d_shared_up_proj", a.d_shared_up_proj, s.hidden, shared);
+  matrix("d_shared_down_proj", a.d_shared_down_proj, s.shared_intermediate, shared);
+  if (is_wanted("d_shared_gate_vector", a.d_shared_gate_vector.mode, s.shared_gate)) {
+    check.pointer("d_shared_gate_vector", a.d_shared_gate_vector.target.data);
+  }
+}
+
+plan::Wanted wanted(const std::vector<BackwardArgs>& args, const std::vector<int>& ranks) {
+  // Whose word counts: a rank with tokens, if there is one.
+  const auto with_tokens =
+      std::find_if(args.begin(), args.end(), [](const BackwardArgs& a) { return a.tokens > 0; });
+  const auto decider = with_tokens != args.end() ? with_tokens : args.begin();
+  const plan::Wanted all = wanted_of(*decider);
+  for (size_t i = 0; i < args.size(); ++i) {
+    plan::Wanted own = wanted_of(args[i]);
+    if (args[i].tokens == 0) {  // empty tensors often have null data
+      own.d_x = all.d_x;
+      own.d_topk_weights = all.d_topk_weights;
+    }
+    for (const auto& gradient : kWanted) {
+      if (own.*gradient.field == all.*gradient.field) continue;
+      const std::string one = std::to_string(ranks[decider - args.begin()]);
+      throw Error(ErrorCode::disagreement,
+                  std::string(gradient.name) + " is wanted on rank " +
+                      (own.*gradient.field ? std::to_string(ranks[i]) : one) + " and not on rank " +
+                      (own.*gradient.field ? one : std::to_string(ranks[i])));
+    }
+  }
+  return all;
+}
+
+uint32_t wanted_bits(const plan::Wanted& w) {
+  uint32_t bits = 0;
+  for (size_t i = 0; i < std::size(kWanted); ++i) bits |= uint32_t{w.*kWanted[i].field} << i;
+  return bits;
 }
 
 }  // namespace mok::cuda

@@ -44,6 +44,9 @@ Error to_error(const ErrorRecord& e, const plan::Geometry& g) {
       return {ErrorCode::disagreement,
               who + " and rank " + std::to_string(e.entry) +
                   " made different calls (direction, shape, dtype or wanted gradients)"};
+    case ErrorRecord::aborted:
+      return {ErrorCode::aborted,
+              who + " left the call because rank " + std::to_string(e.entry) + " gave it up"};
     default:
       break;
   }

@@ -58,13 +58,14 @@ class Carver {
   int64_t used_ = 0;
 };
 
-// Words that must be zero before the first call and after an error, then the tables.
-inline Tables carve_tables(const plan::Geometry& g, Carver& carver, Tickets** tickets,
-                           int64_t** call, Stamps** stamps) {
-  Tables t{};
-  *tickets = carver.take<Tickets>(1);
-  *call = carver.take<int64_t>(1);
-  *stamps = carver.take<Stamps>(1);
+// Words that must be zero before the first call and after an error, then the tables. `state` takes
+// the addresses, if there is one.
+inline void carve_tables(const plan::Geometry& g, Carver& carver, RankState* state) {
+  RankState s{};
+  Tables& t = s.tables;
+  s.tickets = carver.take<Tickets>(1);
+  s.call = carver.take<int64_t>(1);
+  s.stamps = carver.take<Stamps>(1);
   t.plan = carver.take<plan::Plan>(1);
   t.compute = carver.take<plan::Phase>(plan::most_phases(g));
   t.communication = carver.take<plan::Phase>(plan::most_phases(g));
@@ -82,7 +83,11 @@ inline Tables carve_tables(const plan::Geometry& g, Carver& carver, Tickets** ti
   t.row_weight = carver.take<float>(g.most_rows());
   t.row_destination = carver.take<uint64_t>(g.most_rows());
   t.shared_destination = carver.take<uint64_t>(g.has_shared() ? g.max_tokens : 0);
-  return t;
+  if (state == nullptr) return;
+  state->tickets = s.tickets;
+  state->call = s.call;
+  state->stamps = s.stamps;
+  state->tables = t;
 }
 
 }  // namespace mok::cuda

@@ -1,294 +1,359 @@
-// Host side of the CUDA executor: memory, order of calls, launches.
+// Host side of the CUDA executor: the order of calls, launches, errors.
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <utility>
 
 #include "cuda/arguments.h"
+#include "cuda/call_state.h"
 #include "cuda/devices.h"
 #include "cuda/errors.h"
 #include "cuda/launch.h"
-#include "cuda/rank_memory.h"
+#include "cuda/local_rank.h"
 #include "mok/cuda.h"
 
 namespace mok::cuda {
 
 namespace {
 
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+// What the host keeps of a GPU of this process.
+class Gpu {
+ public:
+  Gpu(int device, int blocks) : device_(device), blocks_(blocks) {
+    const DeviceGuard guard(device);
+    check(cudaStreamCreateWithFlags(&service_, cudaStreamNonBlocking), "stream");
+    check(cudaEventCreateWithFlags(&over_, cudaEventDisableTiming), "event");
+  }
+  Gpu(const Gpu&) = delete;
+  ~Gpu() {
+    cudaEventDestroy(over_);
+    cudaStreamDestroy(service_);
+  }
+
+  int blocks() const { return blocks_; }
+  cudaStream_t service() const { return service_; }  // beside all calls
+
+  // A call comes after the one before, whichever stream that was on. What is captured into a graph
+  // is ordered by whoever replays it.
+  template <class Enqueue>
+  void in_order(cudaStream_t stream, Enqueue&& enqueue) {
+    const DeviceGuard guard(device_);
+    cudaStreamCaptureStatus capture;
+    check(cudaStreamIsCapturing(stream, &capture), "state of the stream");
+    if (capture != cudaStreamCaptureStatusNone) {
+      captured_ = true;
+      return enqueue();
+    }
+    if (called_ && stream != last_) {
+      check(cudaStreamWaitEvent(stream, over_), "order of two streams");
+    }
+    enqueue();
+    check(cudaEventRecord(over_, stream), "event");
+    last_ = stream;
+    called_ = true;
+  }
+
+  void wait_for_last_call() const { check(cudaEventSynchronize(over_), "the last call"); }
+  // Replays included, wherever they run.
+  void wait_for_all_calls() const {
+    wait_for_last_call();
+    const DeviceGuard guard(device_);
+    if (captured_) check(cudaDeviceSynchronize(), "replayed calls");
+  }
+  void wait_for_service() const { check(cudaStreamSynchronize(service_), "service stream"); }
+
+ private:
+  int device_, blocks_;
+  cudaStream_t service_ = nullptr, last_ = nullptr;
+  cudaEvent_t over_ = nullptr;  // waits for nothing before it is recorded
+  bool called_ = false, captured_ = false;
+};
 
 }  // namespace
 
-struct Workspace::Impl {
-  struct Rank {
-    int device;
-    DeviceBlock symmetric, local, tables;
-    ErrorRecord* record;  // mapped host memory
-    RankState state;
-  };
+int64_t symmetric_bytes(const LayerShape& shape, int ranks, const Options& options) {
+  check_shape(shape, ranks, options);
+  return plan::make_layout(workspace_geometry(shape, ranks, options), 2, 4).symmetric_bytes;
+}
 
+struct Workspace::Impl {
   LayerShape shape;
-  Options options;
+  Options options;  // with the defaults filled in
   plan::Geometry geometry;
   plan::Layout layout;
-  std::vector<Rank> ranks;
-  std::map<int, std::vector<int>> ranks_of_device;
-  std::map<int, int> blocks_of_device;
-  struct LastCall {
-    cudaStream_t stream = nullptr;
-    cudaEvent_t over = nullptr;
-  };
-  std::map<int, LastCall> last_call;  // of each GPU
-  Fault fault;                        // tests only
+  std::map<int, Gpu> gpus;
+  std::vector<LocalRank> ranks;                     // of this process, ascending
+  std::map<int, std::vector<int>> ranks_of_device;  // places in `ranks`
+  Fault fault;                                      // tests only
+  std::string broken;                               // not empty: why `recover` is needed
+  std::mutex abort_mutex;
+  std::string aborted;  // not empty: why `abort` was called
 
-  Impl(const LayerShape& s, const std::vector<int>& devices, const Options& o);
-  ~Impl() {
-    for (auto& [device, last] : last_call) cudaEventDestroy(last.over);
-    for (Rank& rank : ranks) cudaFreeHost(rank.record);
+  Impl(const LayerShape& s, int count, const Options& o) : shape(s), options(o) {
+    check_shape(shape, count, options);
+    geometry = workspace_geometry(shape, count, options);
+    options.workspace.saved_rows = geometry.saved_rows;
+    options.workspace.ring_rows = int64_t{geometry.ring_tiles} * plan::kTileRows;
+    options.workspace.minibatch_rows = int64_t{geometry.minibatch_tiles} * plan::kTileRows;
+    layout = plan::make_layout(geometry, 2, 4);
   }
-  void make_rank(int r, int device);
-  void reset();
-  void raise_errors();
-  RankState state_for(int r, const ForwardArgs& a) const;
-  void lose_ticket(int rank, cudaStream_t stream) const;
-  template <class Enqueue>
-  void in_order(int device, cudaStream_t stream, Enqueue&& enqueue);
-  void launch(int device, const std::vector<ForwardArgs>& args, cudaStream_t stream);
-};
 
-Workspace::Impl::Impl(const LayerShape& s, const std::vector<int>& devices, const Options& o)
-    : shape(s), options(o) {
-  const int count = static_cast<int>(devices.size());
-  check_shape(shape, count, options.workspace);
-  require_hopper(devices);
-  open_peers(devices);
-  plan::Geometry& g = geometry;
-  g.ranks = count;
-  g.experts = shape.experts;
-  g.topk = shape.topk;
-  g.hidden = static_cast<int32_t>(shape.hidden);
-  g.intermediate = static_cast<int32_t>(shape.intermediate);
-  g.shared_intermediate = static_cast<int32_t>(shape.shared_intermediate);
-  g.shared_gate = shape.shared_gate;
-  g.reduce_tokens = kReduceTaskTokens;
-  g.fetch_rows = kFetchTaskRows;
-  g.max_tokens = static_cast<int32_t>(std::max<int64_t>(1, o.workspace.max_tokens));
-  const int64_t expected =
-      default_saved_rows(shape, count, g.max_tokens) + int64_t{plan::kTileRows};
-  const int64_t ring =
-      o.workspace.ring_rows > 0 ? o.workspace.ring_rows : std::min(expected, g.most_rows());
-  g.minibatch_tiles = static_cast<int32_t>(
-      std::clamp<int64_t>(o.workspace.minibatch_rows / plan::kTileRows, 1, kMostMinibatchTiles));
-  g.ring_tiles = static_cast<int32_t>(
-      round_up(plan::ceil_div(ring, int64_t{plan::kTileRows}), 2 * g.minibatch_tiles));
-  if (o.workspace.ring_rows > 0) {
-    g.ring_tiles = static_cast<int32_t>(o.workspace.ring_rows / plan::kTileRows);
+  bool has_all_ranks() const { return static_cast<int>(ranks.size()) == geometry.ranks; }
+  Limits limits(const LocalRank& rank) const {
+    return {shape, rank.rank(), geometry.ranks, geometry.max_tokens};
   }
-  g.normalize();
-  g.saved_rows = o.workspace.saved_rows < 0 ? expected : o.workspace.saved_rows;
-  layout = plan::make_layout(g, 2, 4);
-  for (int r = 0; r < count; ++r) {
-    make_rank(r, devices[r]);
-    ranks_of_device[devices[r]].push_back(r);
-  }
-  for (const auto& [device, here] : ranks_of_device) {
-    blocks_of_device[device] =
-        std::max<int>(static_cast<int>(here.size()), sm_count(device) - options.sm_reserve);
-  }
-  for (Rank& rank : ranks) {
-    for (int r = 0; r < count; ++r) rank.state.symmetric[r] = ranks[r].symmetric.data();
-  }
-  reset();
-}
 
-void Workspace::Impl::make_rank(int r, int device) {
-  plan::Geometry g = geometry;
-  g.rank = r;
-  Carver measure(nullptr);
-  Tickets* tickets;
-  int64_t* call;
-  Stamps* stamps;
-  carve_tables(g, measure, &tickets, &call, &stamps);
-  const std::string who = " of rank " + std::to_string(r);
-  Rank rank{device,
-            DeviceBlock(device, layout.symmetric_bytes, "symmetric memory" + who),
-            DeviceBlock(device, layout.local_bytes, "local memory" + who),
-            DeviceBlock(device, measure.used(), "tables" + who),
-            nullptr,
-            {}};
-  check(cudaHostAlloc(reinterpret_cast<void**>(&rank.record), sizeof(ErrorRecord),
-                      cudaHostAllocMapped | cudaHostAllocPortable),
-        "error record");
-  *rank.record = {};
-  RankState& s = rank.state;
-  s.g = g;
-  s.layout = layout;
-  for (int c = 0; c < plan::kCounters; ++c) {
-    s.counter_first[c] = plan::counter_offset(g, static_cast<plan::Counter>(c));
+  void add_rank(int rank, int device, void* block) {
+    ranks_of_device[device].push_back(static_cast<int>(ranks.size()));
+    ranks.emplace_back(rank, device, geometry, layout, block, options);
   }
-  Carver carver(rank.tables.data());
-  s.tables = carve_tables(g, carver, &s.tickets, &s.call, &s.stamps);
-  s.local = rank.local.data();
-  s.record = rank.record;
-  s.arrival_ns = static_cast<uint64_t>(options.deadlines.arrival_seconds * 1e9);
-  s.progress_ns = static_cast<uint64_t>(options.deadlines.progress_seconds * 1e9);
-  s.comm_blocks = options.comm_blocks > 0 ? options.comm_blocks : 1 << 20;
-  if (g.has_shared()) {  // row t of the shared expert's down product
-    std::vector<uint64_t> rows(g.max_tokens);
-    auto* first = s.at<__nv_bfloat16>(plan::Buffer::shared_rows);
-    for (int64_t t = 0; t < g.max_tokens; ++t) {
-      rows[t] = reinterpret_cast<uint64_t>(first + t * g.hidden);
+
+  // After all ranks are there and know each other.
+  void start() {
+    for (const auto& [device, here] : ranks_of_device) {
+      const int blocks =
+          std::max(static_cast<int>(here.size()), sm_count(device) - options.sm_reserve);
+      gpus.try_emplace(device, device, blocks);
     }
-    const DeviceGuard guard(device);
-    check(cudaMemcpy(s.tables.shared_destination, rows.data(), rows.size() * sizeof(rows[0]),
-                     cudaMemcpyHostToDevice),
-          "tables" + who);
+    clear();
   }
-  ranks.push_back(std::move(rank));
-}
 
-// A new generation: every flag, counter and ticket starts again. Nobody is inside a call.
-void Workspace::Impl::reset() {
-  for (Rank& rank : ranks) {
-    const DeviceGuard guard(rank.device);
-    const RankState& s = rank.state;
-    check(cudaDeviceSynchronize(), "reset");
-    check(cudaMemset(s.tickets, 0, sizeof(Tickets)), "reset");
-    check(cudaMemset(s.call, 0, sizeof(int64_t)), "reset");
-    check(cudaMemset(s.stamps, 0, sizeof(Stamps)), "reset");
-    const auto clear = [&](plan::Buffer b) {
-      uint8_t* base = plan::is_symmetric(b) ? rank.symmetric.data() : rank.local.data();
-      const int i = static_cast<int>(b);
-      check(cudaMemset(base + layout.offset[i], 0, layout.bytes[i]), "reset");
+  // Nobody is inside a call.
+  void clear() {
+    for (LocalRank& rank : ranks) rank.clear(gpus.at(rank.device()).service());
+    for (const auto& [device, gpu] : gpus) gpu.wait_for_service();
+    for (LocalRank& rank : ranks) rank.forget_record();
+    const std::lock_guard lock(abort_mutex);
+    aborted.clear();
+    broken.clear();
+  }
+
+  std::string abort_text() {
+    const std::lock_guard lock(abort_mutex);
+    return aborted;
+  }
+
+  // Throws what went wrong in a call before.
+  void raise_errors() {
+    if (!broken.empty()) {
+      throw Error(ErrorCode::aborted, "an earlier call failed (" + broken +
+                                          "): all processes must call recover() first");
+    }
+    const auto failed = [](const LocalRank& r) { return r.record().kind != ErrorRecord::none; };
+    const std::string why = abort_text();
+    if (why.empty() && std::ranges::none_of(ranks, failed)) return;
+    for (const auto& [device, gpu] : gpus) gpu.wait_for_all_calls();
+    // The first cause: who only followed another out of the call comes last.
+    std::optional<ErrorRecord> cause;
+    bool only_bad_ids = why.empty();
+    for (const LocalRank& rank : ranks) {
+      if (!failed(rank)) continue;
+      const ErrorRecord record = const_cast<const ErrorRecord&>(rank.record());
+      if (!cause || cause->kind == ErrorRecord::aborted) cause = record;
+      only_bad_ids = only_bad_ids && record.kind == ErrorRecord::bad_id;
+    }
+    const bool own_abort = !why.empty() && (!cause || cause->kind == ErrorRecord::aborted);
+    const Error error = own_abort ? Error(ErrorCode::aborted, why) : to_error(*cause, geometry);
+    if (only_bad_ids) {  // on every rank the call has ended as calls do
+      for (LocalRank& rank : ranks) rank.forget_record();
+    } else if (has_all_ranks()) {
+      clear();
+    } else {
+      broken = error.what();
+    }
+    throw error;
+  }
+
+  // Tests only: the first drawer of the queue's tickets gets number 1.
+  static void lose_ticket(const Fault& f, const LocalRank& rank, cudaStream_t stream) {
+    Tickets* tickets = rank.state().tickets;
+    uint32_t* queue = f.lost == Fault::schedule  ? &tickets->schedule
+                      : f.lost == Fault::compute ? &tickets->compute
+                                                 : &tickets->communication;
+    check(cudaMemsetAsync(queue, 1, 1, stream), "injected fault");
+  }
+
+  // One launch on each GPU. state_of(i): of the i-th rank; after(i, stream): what follows the
+  // launch on its stream.
+  template <class Args, class StateOf, class After>
+  void call(const std::vector<Args>& args, const std::vector<void*>& streams,
+            void (*launch)(const Launch<Args>&), StateOf&& state_of, After&& after) {
+    const Fault now = std::exchange(fault, {});
+    bool launched = false;
+    const auto start_all = [&] {
+      for (const auto& [device, here] : ranks_of_device) {
+        const auto stream = static_cast<cudaStream_t>(streams[here[0]]);
+        const DeviceGuard guard(device);
+        Launch<Args> l;
+        l.shape = shape;
+        l.stream = stream;
+        l.blocks = gpus.at(device).blocks();
+        for (const int i : here) {
+          if (ranks[i].rank() != now.absent_rank) l.ranks.push_back({state_of(i), &args[i]});
+        }
+        gpus.at(device).in_order(stream, [&] {
+          for (const int i : here) {
+            if (ranks[i].rank() == now.losing_rank) lose_ticket(now, ranks[i], stream);
+          }
+          if (!l.ranks.empty()) launch(l);
+          launched = true;
+          for (const int i : here) after(i, stream);
+        });
+      }
     };
-    clear(plan::Buffer::control);
-    clear(plan::Buffer::flags);
-    clear(plan::Buffer::counters);
-    check(cudaDeviceSynchronize(), "reset");
-    *rank.record = {};
+    try {
+      start_all();
+    } catch (const Error& e) {  // a launch was refused: those before it wait for peers in vain
+      if (launched) give_up(e.what());
+      throw;
+    }
   }
-}
 
-void Workspace::Impl::raise_errors() {
-  const auto failed = std::find_if(ranks.begin(), ranks.end(), [](const Rank& r) {
-    return *const_cast<volatile int32_t*>(&r.record->kind) != ErrorRecord::none;
-  });
-  if (failed == ranks.end()) return;
-  for (Rank& rank : ranks) {
-    const DeviceGuard guard(rank.device);
-    check(cudaDeviceSynchronize(), "after an error");
+  void post_abort() {
+    const LocalRank& own = ranks[0];
+    const DeviceGuard guard(own.device());
+    const Gpu& gpu = gpus.at(own.device());
+    const uint32_t word = static_cast<uint32_t>(own.rank()) + 1;
+    for (int r = 0; r < geometry.ranks; ++r) {
+      check(cudaMemcpyAsync(&own.state().control(r)->abort, &word, sizeof(word), cudaMemcpyDefault,
+                            gpu.service()),
+            "abort");
+    }
+    gpu.wait_for_service();
   }
-  const ErrorRecord e = *failed->record;
-  reset();
-  throw to_error(e, geometry);
-}
 
-RankState Workspace::Impl::state_for(int r, const ForwardArgs& a) const {
-  RankState s = ranks[r].state;
-  s.g.tokens[r] = static_cast<int32_t>(a.tokens);
-  s.g.direction = plan::Direction::forward;
-  s.g.keep_shared = a.saved.shared_gate != nullptr;
-  if (a.saved.gate == nullptr) s.g.saved_rows = 0;
-  s.tag = 1;  // forward; shapes are the workspace's own
-  s.x = static_cast<const __nv_bfloat16*>(a.x.data);
-  s.x_stride = a.x.row_stride;
-  s.ids = a.topk_ids;
-  s.ids_are_64 = a.id_type == IdType::int64;
-  s.weights = static_cast<const float*>(a.topk_weights);
-  s.shared_vector = static_cast<const __nv_bfloat16*>(a.weights.shared_gate_vector);
-  s.y = static_cast<__nv_bfloat16*>(a.y.data);
-  s.y_stride = a.y.row_stride;
-  return s;
-}
-
-// A call comes after the one before, whichever stream that was on. What is captured into a graph is
-// ordered by whoever replays it.
-template <class Enqueue>
-void Workspace::Impl::in_order(int device, cudaStream_t stream, Enqueue&& enqueue) {
-  const DeviceGuard guard(device);
-  cudaStreamCaptureStatus capture;
-  check(cudaStreamIsCapturing(stream, &capture), "state of the stream");
-  if (capture != cudaStreamCaptureStatusNone) return enqueue();
-  LastCall& last = last_call[device];
-  if (last.over == nullptr) {
-    check(cudaEventCreateWithFlags(&last.over, cudaEventDisableTiming), "event");
-  } else if (stream != last.stream) {
-    check(cudaStreamWaitEvent(stream, last.over), "order of two streams");
+  void give_up(const std::string& why) {
+    post_abort();
+    for (const auto& [device, gpu] : gpus) gpu.wait_for_all_calls();
+    if (has_all_ranks()) return clear();
+    broken = why;
   }
-  enqueue();
-  check(cudaEventRecord(last.over, stream), "event");
-  last.stream = stream;
-}
 
-// Tests only: the first drawer of the queue's tickets gets number 1.
-void Workspace::Impl::lose_ticket(int rank, cudaStream_t stream) const {
-  Tickets* tickets = ranks.at(rank).state.tickets;
-  uint32_t* queue = fault.lost == Fault::schedule  ? &tickets->schedule
-                    : fault.lost == Fault::compute ? &tickets->compute
-                                                   : &tickets->communication;
-  const DeviceGuard guard(ranks.at(rank).device);
-  check(cudaMemsetAsync(queue, 1, 1, stream), "injected fault");
-}
-
-void Workspace::Impl::launch(int device, const std::vector<ForwardArgs>& args,
-                             cudaStream_t stream) {
-  ForwardLaunch l;
-  for (const int r : ranks_of_device.at(device)) {
-    if (r != fault.absent_rank) l.ranks.push_back({state_for(r, args[r]), &args[r]});
+  void check_call(size_t args, const std::vector<void*>& streams) const {
+    require(args == ranks.size() && streams.size() == ranks.size(),
+            "args and streams must have one entry for each rank of this process");
+    for (const auto& [device, here] : ranks_of_device) {
+      for (const int i : here) {
+        require(streams[i] == streams[here[0]],
+                "ranks that share a GPU must have one stream (rank " +
+                    std::to_string(ranks[i].rank()) + ")");
+      }
+    }
   }
-  if (l.ranks.empty()) return;
-  l.shape = shape;
-  l.blocks = blocks_of_device.at(device);
-  l.stream = stream;
-  launch_forward(l);
-}
+};
 
 Workspace::Workspace(const LayerShape& shape, const std::vector<int>& devices,
                      const Options& options)
-    : impl_(std::make_unique<Impl>(shape, devices, options)) {}
-Workspace::~Workspace() = default;
+    : impl_(std::make_unique<Impl>(shape, static_cast<int>(devices.size()), options)) {
+  Impl& m = *impl_;
+  require_hopper(devices);
+  open_peers(devices);
+  m.ranks.reserve(devices.size());
+  for (size_t r = 0; r < devices.size(); ++r) {
+    m.add_rank(static_cast<int>(r), devices[r], nullptr);
+  }
+  for (LocalRank& rank : m.ranks) {
+    for (const LocalRank& peer : m.ranks) rank.connect(peer.rank(), peer.block());
+  }
+  m.start();
+}
+
+Workspace::Workspace(const LayerShape& shape, const SymmetricMemory& memory, const Options& options)
+    : impl_(std::make_unique<Impl>(shape, static_cast<int>(memory.blocks.size()), options)) {
+  Impl& m = *impl_;
+  const int count = static_cast<int>(memory.blocks.size());
+  require(memory.rank >= 0 && memory.rank < count,
+          "rank must be 0.." + std::to_string(count - 1) + ", not " + std::to_string(memory.rank));
+  for (int r = 0; r < count; ++r) {
+    require(memory.blocks[r] != nullptr &&
+                reinterpret_cast<uintptr_t>(memory.blocks[r]) % plan::kAlignment == 0,
+            "the symmetric block of rank " + std::to_string(r) + " must be aligned to " +
+                std::to_string(plan::kAlignment) + " bytes");
+  }
+  require_hopper({memory.device});
+  m.add_rank(memory.rank, memory.device, memory.blocks[memory.rank]);
+  for (int r = 0; r < count; ++r) m.ranks[0].connect(r, memory.blocks[r]);
+  m.start();
+}
+
+Workspace::~Workspace() {
+  for (const auto& [device, gpu] : impl_->gpus) {
+    try {
+      gpu.wait_for_all_calls();
+    } catch (const Error&) {  // the context is gone, and the calls with it
+    }
+  }
+}
 
 void Workspace::forward(const std::vector<ForwardArgs>& args, const std::vector<void*>& streams) {
   Impl& m = *impl_;
-  require(args.size() == m.ranks.size() && streams.size() == m.ranks.size(),
-          "args and streams must have one entry for each rank");
+  m.check_call(args.size(), streams);
   m.raise_errors();
-  for (size_t r = 0; r < args.size(); ++r) {
-    check_forward(m.shape, static_cast<int>(r), m.geometry.max_tokens, args[r]);
-  }
-  for (const auto& [device, here] : m.ranks_of_device) {
-    const auto stream = static_cast<cudaStream_t>(streams[here[0]]);
-    m.in_order(device, stream, [&] {
-      if (std::ranges::count(here, m.fault.losing_rank)) m.lose_ticket(m.fault.losing_rank, stream);
-      m.launch(device, args, stream);
-    });
-  }
-  m.fault = {};
+  for (size_t i = 0; i < args.size(); ++i) check_forward(m.limits(m.ranks[i]), args[i]);
+  m.call(
+      args, streams, launch_forward,
+      [&](int i) { return forward_state(m.ranks[i], m.shape, args[i]); },
+      [&](int i, cudaStream_t stream) {
+        const ForwardArgs& a = args[i];
+        if (!m.shape.shared_gate || a.saved.shared_out == nullptr || a.tokens == 0) return;
+        check(cudaMemcpyAsync(a.saved.shared_out,
+                              m.ranks[i].state().at<void>(plan::Buffer::shared_rows),
+                              a.tokens * m.shape.hidden * 2, cudaMemcpyDeviceToDevice, stream),
+              "saved.shared_out");
+      });
 }
 
-void Workspace::inject(const Fault& fault) { impl_->fault = fault; }
+void Workspace::backward(const std::vector<BackwardArgs>& args, const std::vector<void*>& streams) {
+  Impl& m = *impl_;
+  m.check_call(args.size(), streams);
+  m.raise_errors();
+  std::vector<int> numbers;
+  for (size_t i = 0; i < args.size(); ++i) {
+    check_backward(m.limits(m.ranks[i]), args[i]);
+    numbers.push_back(m.ranks[i].rank());
+  }
+  const plan::Wanted all = wanted(args, numbers);
+  m.call(
+      args, streams, launch_backward,
+      [&](int i) { return backward_state(m.ranks[i], m.shape, args[i], all); },
+      [](int, cudaStream_t) {});
+}
 
 void Workspace::synchronize() {
-  for (const auto& [device, here] : impl_->ranks_of_device) {
-    const DeviceGuard guard(device);
-    check(cudaDeviceSynchronize(), "synchronize");
-  }
+  for (const auto& [device, gpu] : impl_->gpus) gpu.wait_for_last_call();
   impl_->raise_errors();
 }
 
-Phases Workspace::phases(int rank) {
-  const Impl::Rank& r = impl_->ranks.at(rank);
+void Workspace::abort(const std::string& why) {
+  Impl& m = *impl_;
+  {
+    const std::lock_guard lock(m.abort_mutex);
+    if (m.aborted.empty()) m.aborted = why.empty() ? "the call was given up" : why;
+  }
+  m.post_abort();
+}
+
+void Workspace::recover() {
+  for (const auto& [device, gpu] : impl_->gpus) gpu.wait_for_all_calls();
+  impl_->clear();
+}
+
+const WorkspaceOptions& Workspace::options() const { return impl_->options.workspace; }
+
+int64_t Workspace::memory_bytes(int i) const { return impl_->ranks.at(i).memory_bytes(); }
+
+void Workspace::inject(const Fault& fault) { impl_->fault = fault; }
+
+Phases Workspace::phases(int i) {
   Stamps s;
-  check(cudaMemcpy(&s, r.state.stamps, sizeof(s), cudaMemcpyDefault), "phases");
+  check(cudaMemcpy(&s, impl_->ranks.at(i).state().stamps, sizeof(s), cudaMemcpyDefault), "phases");
   const auto us = [&](Stamps::Point a, Stamps::Point b) {
     return static_cast<double>(s.at[b] - s.at[a]) * 1e-3;
   };
   return {us(Stamps::begin, Stamps::planned), us(Stamps::planned, Stamps::returned),
           us(Stamps::returned, Stamps::end)};
-}
-
-int64_t Workspace::memory_bytes(int rank) const {
-  const Impl::Rank& r = impl_->ranks.at(rank);
-  return r.symmetric.bytes() + r.local.bytes() + r.tables.bytes();
 }
 
 }  // namespace mok::cuda

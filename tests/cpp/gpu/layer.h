@@ -163,20 +163,12 @@ class GpuLayer {
       if (s.shared_gate) a.weights.shared_gate_vector = matrix(d, Tensor::shared_vector, 0, 1);
     }
     if (setup_.keep) {
-      const int64_t rows = saved_rows();
+      const int64_t rows = workspace_->options().saved_rows;
       a.saved.gate = d.take<bf16>(rows * s.intermediate);
       a.saved.up = d.take<bf16>(rows * s.intermediate);
     }
     a.y = {d.take<bf16>(tokens * s.hidden), s.hidden};
     return a;
-  }
-
-  int64_t saved_rows() const {
-    const int64_t asked = setup_.options.workspace.saved_rows;
-    return asked >= 0 ? asked
-                      : default_saved_rows(setup_.shape, static_cast<int>(setup_.tokens.size()),
-                                           setup_.options.workspace.max_tokens) +
-                            128;
   }
 
   LayerSetup setup_;
