@@ -25,7 +25,6 @@ struct Call {
   std::byte* local = nullptr;
   std::byte* spare_gate = nullptr;  // ring_gate and ring_up where the layout has none (nothing
   std::byte* spare_up = nullptr;    // was saved although all rows would fit)
-  bool fetch_x = true;              // backward: somebody reads rows of x
   int64_t number = 0;
   double swiglu_limit = 0;
 

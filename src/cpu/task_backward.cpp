@@ -6,16 +6,16 @@
 namespace mok::cpu {
 
 using plan::Buffer;
+using plan::kTileDHidden;
 using plan::kTileHidden;
-using plan::kTileInter;
 using plan::kTileRows;
 using plan::Task;
 
 template <class T>
 void run_d_hidden(const View<T>& v, const Task& t) {
   const int64_t inter = v.inter();
-  const int64_t column = int64_t{t.column} * kTileInter;
-  const int n = static_cast<int>(std::min<int64_t>(kTileInter, inter - column));
+  const int64_t column = int64_t{t.column} * kTileDHidden;
+  const int n = static_cast<int>(std::min<int64_t>(kTileDHidden, inter - column));
   const plan::Tile& tile = v.schedule().tile[t.tile];
   const int32_t row0 = t.tile * kTileRows;
   const ConstStack& w_down = v.args().weights.down;
@@ -31,7 +31,7 @@ void run_d_hidden(const View<T>& v, const Task& t) {
   p.b_column = 1;
   v.product(p);
   const bool saved = plan::is_saved(v.plan(), t.tile);
-  const int columns = v.g().columns_inter();
+  const int columns = v.g().columns_d_hidden();
   for (int r = 0; r < tile.rows; ++r) {
     const int32_t row = row0 + r;
     const T* g = saved ? static_cast<const T*>(v.args().saved.gate) + row * inter
@@ -52,7 +52,7 @@ void run_d_hidden(const View<T>& v, const Task& t) {
 
 template <class T>
 void run_router_grad(const View<T>& v, const Task& t) {
-  const int columns = v.g().columns_inter();
+  const int columns = v.g().columns_d_hidden();
   for (int r = 0; r < v.schedule().tile[t.tile].rows; ++r) {
     const int32_t row = t.tile * kTileRows + r;
     const Acc<T>* part =
@@ -99,8 +99,8 @@ void run_d_input(const View<T>& v, const Task& t) {
 template <class T>
 void run_shared_d_hidden(const View<T>& v, const Task& t) {
   const int64_t inter = v.shared();
-  const int64_t column = int64_t{t.column} * kTileInter;
-  const int n = static_cast<int>(std::min<int64_t>(kTileInter, inter - column));
+  const int64_t column = int64_t{t.column} * kTileDHidden;
+  const int n = static_cast<int>(std::min<int64_t>(kTileDHidden, inter - column));
   const int64_t row0 = int64_t{t.tile} * kTileRows;
   const int rows = static_cast<int>(std::min<int64_t>(kTileRows, v.g().own_tokens() - row0));
   const ConstMatrix& w_down = v.args().weights.shared_down_proj;

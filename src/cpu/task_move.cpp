@@ -20,6 +20,7 @@ template <class T>
 void run_fetch(const View<T>& v, const Task& t) {
   const plan::Geometry& g = v.g();
   const int64_t h = v.hidden();
+  const bool fetch_x = plan::needs_x(v.plan());
   for (int32_t i = t.begin; i < t.end; ++i) {
     const int32_t fetched = v.schedule().fetch_row[i];
     const int32_t slot = v.schedule().row_slot[fetched];
@@ -32,7 +33,7 @@ void run_fetch(const View<T>& v, const Task& t) {
       d_y = own ? v.d_y_row(token) : v.rows(Buffer::staged_d_y, src) + token * h;
     }
     plan::for_each_stored_row(g, v.schedule(), fetched, [&](int32_t row) {
-      if (v.call.fetch_x) std::memcpy(v.ring(Buffer::ring_x, row, h), x, h * sizeof(T));
+      if (fetch_x) std::memcpy(v.ring(Buffer::ring_x, row, h), x, h * sizeof(T));
       if (d_y) std::memcpy(v.ring(Buffer::ring_d_y, row, h), d_y, h * sizeof(T));
     });
   }

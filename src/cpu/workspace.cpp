@@ -233,7 +233,6 @@ struct Workspace::Impl {
     call.swiglu_limit = shape.swiglu_limit;
     const bool recompute = direction == Direction::backward &&
                            plan::saved_minibatches(call.plan) < call.plan.s.minibatches;
-    call.fetch_x = direction == Direction::forward || g.wanted.d_gate || g.wanted.d_up || recompute;
     if (recompute && layout.bytes[static_cast<int>(Buffer::ring_gate)] == 0) use_spare(call);
     if (auto failure = executor->run(call)) return failure;
     control->complete(call_number);

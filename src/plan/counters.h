@@ -5,6 +5,12 @@
 
 namespace mok::plan {
 
+// d_hidden, router_grad and d_input tasks of one tile.
+MOK_HD inline int32_t backward_tasks_of_tile(const Geometry& g) {
+  return g.columns_d_hidden() + (g.wanted.d_topk_weights ? 1 : 0) +
+         (g.wanted.d_x ? g.columns_hidden() : 0);
+}
+
 // Tasks that use the ring rows of a window: its final count.
 MOK_HD inline int32_t window_target(const Plan& p, int window) {
   const Geometry& g = p.g;
@@ -15,10 +21,7 @@ MOK_HD inline int32_t window_target(const Plan& p, int window) {
   if (g.direction == Direction::forward) return tiles * (g.columns_inter() + g.columns_hidden());
   const int saved = saved_minibatches(p);
   const int fresh = m0 > saved ? m0 : saved < m1 ? saved : m1;  // first minibatch recomputed
-  int per_tile = g.columns_inter();
-  if (g.wanted.d_topk_weights) per_tile += 1;
-  if (g.wanted.d_x) per_tile += g.columns_hidden();
-  return tiles * per_tile +
+  return tiles * backward_tasks_of_tile(g) +
          (minibatch_begin(p, m1) - minibatch_begin(p, fresh)) * g.columns_inter() +
          (p.s.segment_begin[m1] - p.s.segment_begin[m0]) * routed_grad_tiles(g).total();
 }
@@ -26,10 +29,7 @@ MOK_HD inline int32_t window_target(const Plan& p, int window) {
 MOK_HD inline int32_t pushed_target(const Plan& p) {
   const Geometry& g = p.g;
   if (g.direction == Direction::forward) return p.s.tiles * g.columns_hidden();
-  int per_tile = g.columns_inter();
-  if (g.wanted.d_topk_weights) per_tile += 1;
-  if (g.wanted.d_x) per_tile += g.columns_hidden();
-  return p.s.tiles * per_tile;
+  return p.s.tiles * backward_tasks_of_tile(g);
 }
 
 // Calls f(Wait) for everything that must hold before the task may begin. That all ranks have
@@ -90,11 +90,11 @@ MOK_HD void for_each_wait(const Plan& p, const Task& t, F&& f) {
       break;
     case TaskKind::router_grad:
     case TaskKind::d_input:
-      f(Wait{Counter::d_hidden, t.tile, g.columns_inter()});
+      f(Wait{Counter::d_hidden, t.tile, g.columns_d_hidden()});
       break;
     case TaskKind::weight_grad: {
       const Segment& segment = p.s.segment[t.tile];
-      f(Wait{Counter::segment_ready, t.tile, segment.tiles * g.columns_inter()});
+      f(Wait{Counter::segment_ready, t.tile, segment.tiles * g.columns_d_hidden()});
       const int32_t all = routed_grad_tiles(g).total();
       if (segment.previous >= 0) f(Wait{Counter::segment_done, segment.previous, all});
       if (segment.carry_reader >= 0) f(Wait{Counter::segment_done, segment.carry_reader, all});
@@ -105,10 +105,10 @@ MOK_HD void for_each_wait(const Plan& p, const Task& t, F&& f) {
       if (!g.keep_shared) f(Wait{Counter::shared_hidden, t.tile, g.columns_shared()});
       break;
     case TaskKind::shared_d_input:
-      f(Wait{Counter::shared_d_hidden, t.tile, g.columns_shared()});
+      f(Wait{Counter::shared_d_hidden, t.tile, g.columns_shared_d_hidden()});
       break;
     case TaskKind::shared_weight_grad:
-      f(Wait{Counter::shared_ready, 0, g.own_tiles() * g.columns_shared()});
+      f(Wait{Counter::shared_ready, 0, g.own_tiles() * g.columns_shared_d_hidden()});
       break;
     case TaskKind::vector_grad:
       f(Wait{Counter::sigma_all, 0, g.own_tiles()});

@@ -11,7 +11,9 @@ namespace mok::plan {
 // A tile of rows belongs to one expert. kTileInter columns of gate stand beside the same columns of
 // up, so a gate-up tile is kTileRows x 2*kTileInter and a thread holds g and u of one element.
 inline constexpr int kTileRows = 128;
-inline constexpr int kTileInter = 128;   // columns of I in a gate-up or d_hidden tile
+inline constexpr int kTileInter = 128;  // columns of I in a gate-up tile
+// Columns of I in a d_hidden tile: not 256, so that g and u can be fetched beside the accumulators.
+inline constexpr int kTileDHidden = 192;
 inline constexpr int kTileHidden = 256;  // columns of H in a down or d_input tile
 inline constexpr int kGradRows = 128;    // a weight-gradient tile is kGradRows x kGradCols
 inline constexpr int kGradCols = 256;
@@ -54,8 +56,10 @@ struct Geometry {
   MOK_HD int own_tokens() const { return tokens[rank]; }
   MOK_HD int own_tiles() const { return ceil_div(own_tokens(), kTileRows); }  // shared expert
   MOK_HD int columns_inter() const { return ceil_div(intermediate, kTileInter); }
+  MOK_HD int columns_d_hidden() const { return ceil_div(intermediate, kTileDHidden); }
   MOK_HD int columns_hidden() const { return ceil_div(hidden, kTileHidden); }
   MOK_HD int columns_shared() const { return ceil_div(shared_intermediate, kTileInter); }
+  MOK_HD int columns_shared_d_hidden() const { return ceil_div(shared_intermediate, kTileDHidden); }
   MOK_HD bool has_shared() const { return shared_intermediate > 0; }
 
   // Slot = one (rank, token, k); ascending slot number is the global token order.

@@ -28,7 +28,7 @@ enum class Buffer : int32_t {
   ring_up,          // [ring, I] recomputed u
   ring_d_gate,      // [ring, I]
   ring_d_up,        // [ring, I]
-  router_partials,  // [ring, columns of I] fp32 (fp64), summed in column order
+  router_partials,  // [ring, column tiles of d_hidden] fp32 (fp64), summed in column order
   carry,            // fp32 (fp64) accumulators of the experts that straddle windows
   sigma,            // [T_max] fp32 (fp64) sigmoid of the shared gate
   d_sigma,          // [T_max] d_sigma * sigma'
@@ -90,7 +90,7 @@ MOK_HD inline Layout make_layout(const Geometry& g, int element, int scalar) {
   place(Buffer::ring_up, recompute);
   place(Buffer::ring_d_gate, ring * i * element);
   place(Buffer::ring_d_up, ring * i * element);
-  place(Buffer::router_partials, ring * g.columns_inter() * scalar);
+  place(Buffer::router_partials, ring * g.columns_d_hidden() * scalar);
   place(Buffer::carry, carry);
   place(Buffer::sigma, gated);
   place(Buffer::d_sigma, gated);

@@ -1,6 +1,9 @@
 // Writes down every task of every rank: see validate.h.
 #include "plan/validate.h"
 
+#include <algorithm>
+#include <numeric>
+
 namespace mok::plan {
 
 HostPlan::HostPlan(const Geometry& g, const int32_t* const* ids)
@@ -27,6 +30,8 @@ std::vector<std::unique_ptr<HostPlan>> make_plans(const Geometry& base, const in
 
 namespace {
 
+constexpr int kInterBlock = std::gcd(kTileInter, kTileDHidden);
+
 // Output cells follow the buffers in the numbering of memory kinds.
 constexpr int kOutputBase = kBuffers;
 
@@ -35,8 +40,9 @@ uint64_t cell(int rank, int memory, int64_t i, int64_t j) {
          (static_cast<uint64_t>(i) << 20) | static_cast<uint64_t>(j);
 }
 
-// The memory that one task touches. Columns are column tiles; ring rows are single rows where they
-// are fetched and whole tiles where tiles write them.
+// The memory that one task touches. Columns of H are column tiles; columns of I are blocks of
+// kInterBlock, because tiles of gate_up and of d_hidden differ in width. Ring rows are single rows
+// where they are fetched and whole tiles where tiles write them.
 class Accesses {
  public:
   Accesses(const Plan& p, int call, std::vector<Access>& out) : p_(p), call_(call), out_(out) {}
@@ -61,6 +67,16 @@ class Accesses {
   template <class F>
   void columns(int n, F&& f) {
     for (int c = 0; c < n; ++c) f(c);
+  }
+  // Blocks of all `inter` columns, and those of one tile of columns.
+  template <class F>
+  void inter_blocks(int inter, F&& f) {
+    columns(ceil_div(inter, kInterBlock), f);
+  }
+  template <class F>
+  void inter_blocks(int inter, int tile_width, int tile, F&& f) {
+    const int end = std::min(inter, (tile + 1) * tile_width);
+    for (int c = tile * tile_width / kInterBlock; c * kInterBlock < end; ++c) f(c);
   }
   int64_t ring_tile(int tile) const { return tile % g().ring_tiles; }
   template <class F>
@@ -112,7 +128,7 @@ void Accesses::weight_grad(const Task& t) {
     const Buffer inter = down                             ? Buffer::ring_hidden
                          : t.matrix == WeightMatrix::gate ? Buffer::ring_d_gate
                                                           : Buffer::ring_d_up;
-    columns(g().columns_inter(), [&](int c) { read(inter, ring_tile(tile), c, tile); });
+    inter_blocks(g().intermediate, [&](int c) { read(inter, ring_tile(tile), c, tile); });
   }
   const int64_t carry_row = static_cast<int64_t>(t.matrix) * 1024 + t.row_block;
   if (segment.previous >= 0) read(Buffer::carry, carry_row, t.column, segment.previous);
@@ -149,8 +165,8 @@ void Accesses::reduce(const Task& t) {
 
 void Accesses::of_task(const Task& t) {
   const bool forward = g().direction == Direction::forward;
-  const int inter = g().columns_inter(), hidden = g().columns_hidden();
-  const int shared = g().columns_shared();
+  const int inter = g().intermediate, hidden = g().columns_hidden();
+  const int shared = g().shared_intermediate;
   switch (t.kind) {
     case TaskKind::stage:
       for (int token = t.begin; token < t.end; ++token) {
@@ -168,20 +184,24 @@ void Accesses::of_task(const Task& t) {
       }
       break;
     case TaskKind::shared_gate_up:
-      write(forward ? Buffer::shared_hidden : Buffer::shared_gate, t.tile, t.column, 0);
-      // Recomputing r_s needs h as well, before d_hidden's rows take its place.
-      if (!forward && g().shared_gate) write(Buffer::shared_hidden, t.tile, t.column, 0);
+      inter_blocks(shared, kTileInter, t.column, [&](int c) {
+        write(forward ? Buffer::shared_hidden : Buffer::shared_gate, t.tile, c, 0);
+        // Recomputing r_s needs h as well, before d_hidden's rows take its place.
+        if (!forward && g().shared_gate) write(Buffer::shared_hidden, t.tile, c, 0);
+      });
       break;
     case TaskKind::shared_down:
-      columns(shared, [&](int c) { read(Buffer::shared_hidden, t.tile, c, 0); });
+      inter_blocks(shared, [&](int c) { read(Buffer::shared_hidden, t.tile, c, 0); });
       write(Buffer::shared_rows, t.tile, t.column, 0);
       break;
     case TaskKind::gate_up:
       read_rows(Buffer::ring_x, t.tile);
-      write(forward ? Buffer::ring_hidden : Buffer::ring_gate, ring_tile(t.tile), t.column, t.tile);
+      inter_blocks(inter, kTileInter, t.column, [&](int c) {
+        write(forward ? Buffer::ring_hidden : Buffer::ring_gate, ring_tile(t.tile), c, t.tile);
+      });
       break;
     case TaskKind::down:
-      columns(inter, [&](int c) { read(Buffer::ring_hidden, ring_tile(t.tile), c, t.tile); });
+      inter_blocks(inter, [&](int c) { read(Buffer::ring_hidden, ring_tile(t.tile), c, t.tile); });
       push_rows(t);
       break;
     case TaskKind::reduce:
@@ -189,21 +209,24 @@ void Accesses::of_task(const Task& t) {
       break;
     case TaskKind::d_hidden:
       read_rows(Buffer::ring_d_y, t.tile);
-      if (!is_saved(p_, t.tile)) read(Buffer::ring_gate, ring_tile(t.tile), t.column, t.tile);
-      for (const Buffer b :
-           {Buffer::ring_hidden, Buffer::ring_d_gate, Buffer::ring_d_up, Buffer::router_partials}) {
-        write(b, ring_tile(t.tile), t.column, t.tile);
-      }
+      inter_blocks(inter, kTileDHidden, t.column, [&](int c) {
+        if (!is_saved(p_, t.tile)) read(Buffer::ring_gate, ring_tile(t.tile), c, t.tile);
+        for (const Buffer b : {Buffer::ring_hidden, Buffer::ring_d_gate, Buffer::ring_d_up}) {
+          write(b, ring_tile(t.tile), c, t.tile);
+        }
+      });
+      write(Buffer::router_partials, ring_tile(t.tile), t.column, t.tile);
       break;
     case TaskKind::router_grad:
-      columns(inter, [&](int c) { read(Buffer::router_partials, ring_tile(t.tile), c, t.tile); });
+      columns(g().columns_d_hidden(),
+              [&](int c) { read(Buffer::router_partials, ring_tile(t.tile), c, t.tile); });
       valid_rows(t.tile, [&](int32_t row) {
         const int32_t slot = p_.s.row_slot[row];
         write(Buffer::returned_grads, g().owner_index(slot), 0, slot, g().slot_rank(slot));
       });
       break;
     case TaskKind::d_input:
-      columns(inter, [&](int c) {
+      inter_blocks(inter, [&](int c) {
         read(Buffer::ring_d_gate, ring_tile(t.tile), c, t.tile);
         read(Buffer::ring_d_up, ring_tile(t.tile), c, t.tile);
       });
@@ -214,13 +237,15 @@ void Accesses::of_task(const Task& t) {
       break;
     case TaskKind::shared_d_hidden:
       if (g().shared_gate) read(Buffer::sigma, t.tile, 0, 0);
-      if (!g().keep_shared) read(Buffer::shared_gate, t.tile, t.column, 0);
-      for (const Buffer b : {Buffer::shared_hidden, Buffer::shared_d_gate, Buffer::shared_d_up}) {
-        write(b, t.tile, t.column, 1);
-      }
+      inter_blocks(shared, kTileDHidden, t.column, [&](int c) {
+        if (!g().keep_shared) read(Buffer::shared_gate, t.tile, c, 0);
+        for (const Buffer b : {Buffer::shared_hidden, Buffer::shared_d_gate, Buffer::shared_d_up}) {
+          write(b, t.tile, c, 1);
+        }
+      });
       break;
     case TaskKind::shared_d_input:
-      columns(shared, [&](int c) {
+      inter_blocks(shared, [&](int c) {
         read(Buffer::shared_d_gate, t.tile, c, 1);
         read(Buffer::shared_d_up, t.tile, c, 1);
       });
@@ -231,7 +256,7 @@ void Accesses::of_task(const Task& t) {
                        : t.matrix == WeightMatrix::gate ? Buffer::shared_d_gate
                                                         : Buffer::shared_d_up;
       for (int tile = 0; tile < g().own_tiles(); ++tile) {
-        columns(shared, [&](int c) { read(b, tile, c, 1); });
+        inter_blocks(shared, [&](int c) { read(b, tile, c, 1); });
       }
       output(Output::shared_weight_grad, static_cast<int64_t>(t.matrix) * 1024 + t.row_block,
              t.column);

@@ -81,38 +81,23 @@ void cut_segments(const Geometry& g, int minibatches, HostSchedule& out) {
   const int tiles = static_cast<int>(out.tile.size());
   const int window_tiles = g.window_tiles(tiles);
   out.segment_of_tile.assign(tiles, -1);
-  int32_t carry_reader = -1;
   for (int e = 0; e < g.experts_local(); ++e) {
-    const int begin = out.expert_begin[e] / kTileRows;
-    const int end = out.expert_begin[e + 1] / kTileRows;
-    int32_t previous = -1;
-    int t = begin;
-    do {
-      const int window = std::min(t, std::max(tiles - 1, 0)) / window_tiles;
-      const int stop = std::min(end, (window + 1) * window_tiles);
-      Segment segment{.expert = e, .first_tile = t, .tiles = stop > t ? stop - t : 0};
-      for (int i = t; i < stop; ++i) {
-        segment.rows += out.tile[i].rows;
-        out.segment_of_tile[i] = static_cast<int32_t>(out.segment.size());
-      }
-      const int last_tile = std::max(0, segment.tiles > 0 ? stop - 1 : std::min(t, tiles - 1));
-      segment.window = window;
-      segment.minibatch = last_tile / g.minibatch_tiles;
-      segment.previous = previous;
-      segment.last = stop >= end;
-      if (!segment.last && previous < 0) segment.carry_reader = carry_reader;
-      const auto index = static_cast<int32_t>(out.segment.size());
-      if (previous >= 0) carry_reader = index;
-      previous = index;
-      out.segment.push_back(segment);
-      t = stop;
-    } while (t < end);
+    const ExpertTiles expert{e, out.expert_begin[e] / kTileRows,
+                             out.expert_begin[e + 1] / kTileRows, out.expert_rows[e]};
+    const auto first = static_cast<int32_t>(out.segment.size());
+    for (int i = 0; i < segments_of(expert, window_tiles); ++i) {
+      const Segment s = segment_of(g, tiles, expert, first, i);
+      std::fill_n(out.segment_of_tile.begin() + s.first_tile, s.tiles, first + i);
+      out.segment.push_back(s);
+    }
   }
   out.segment_begin.assign(minibatches + 1, static_cast<int32_t>(out.segment.size()));
-  for (int s = static_cast<int>(out.segment.size()) - 1; s >= 0; --s) {
-    for (int m = out.segment[s].minibatch; m >= 0 && out.segment_begin[m] > s; --m) {
-      out.segment_begin[m] = s;
-    }
+  int m = 0;
+  for (size_t i = 0; i < out.segment.size(); ++i) {
+    Segment& s = out.segment[i];
+    while (m <= s.minibatch) out.segment_begin[m++] = static_cast<int32_t>(i);
+    if (s.last || s.previous >= 0) continue;
+    s.carry_reader = carry_before(s, window_tiles, out.tile.data(), out.segment_of_tile.data());
   }
 }
 

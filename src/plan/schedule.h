@@ -108,6 +108,57 @@ MOK_HD inline int32_t fetch_position(const Geometry& g, const int32_t* count, in
   return position;
 }
 
+// ---- segments ---------------------------------------------------------------------------------
+//
+// Segments are numbered by expert, then by window. With one window every expert has one segment, of
+// its own number.
+
+struct ExpertTiles {
+  int32_t expert;      // local
+  int32_t begin, end;  // tiles; begin of the next expert where there is no row
+  int32_t rows;        // without padding
+};
+
+MOK_HD inline int32_t segments_of(const ExpertTiles& e, int window_tiles) {
+  return e.begin == e.end ? 1 : (e.end - 1) / window_tiles - e.begin / window_tiles + 1;
+}
+
+// The expert's i-th segment; its first one is number `first` of all. `tiles` of all experts.
+// carry_reader is left to `carry_before`, which needs the tile table.
+MOK_HD inline Segment segment_of(const Geometry& g, int tiles, const ExpertTiles& e, int32_t first,
+                                 int i) {
+  const int window_tiles = g.window_tiles(tiles);
+  // Behind the last tile an expert without rows counts as in that tile's window and minibatch.
+  const int last_of_all = tiles > 0 ? tiles - 1 : 0;
+  const int window = (e.begin < last_of_all ? e.begin : last_of_all) / window_tiles + i;
+  const int window_begin = window * window_tiles, window_end = window_begin + window_tiles;
+  Segment s;
+  s.expert = e.expert;
+  s.window = window;
+  s.first_tile = i == 0 ? e.begin : window_begin;
+  const int end = e.end < window_end ? e.end : window_end;
+  s.tiles = end - s.first_tile;
+  const int32_t before = (s.first_tile - e.begin) * kTileRows;
+  const int32_t upto = (end - e.begin) * kTileRows;
+  s.rows = (upto < e.rows ? upto : e.rows) - before;
+  const int last_tile = s.tiles > 0 ? end - 1 : e.begin < last_of_all ? e.begin : last_of_all;
+  s.minibatch = last_tile / g.minibatch_tiles;
+  s.previous = i == 0 ? -1 : first + i - 1;
+  s.last = e.end <= window_end;
+  return s;
+}
+
+// The last segment before `s` that reads the carry buffer, for an `s` that is the first to write
+// it: the last segment of the last expert before that straddles a window boundary; -1 if none does.
+MOK_HD inline int32_t carry_before(const Segment& s, int window_tiles, const Tile* tile,
+                                   const int32_t* segment_of_tile) {
+  for (int window = s.window; window > 0; --window) {
+    const int boundary = window * window_tiles;
+    if (tile[boundary - 1].expert == tile[boundary].expert) return segment_of_tile[boundary];
+  }
+  return -1;
+}
+
 // Host tables and their view.
 struct HostSchedule {
   Schedule view() const;

@@ -145,6 +145,13 @@ MOK_HD inline bool is_saved(const Plan& p, int tile) {
   return tile / p.g.minibatch_tiles < saved_minibatches(p);
 }
 
+// Whether rows of x are fetched. A rank's own answer: a peer with other rows may need them, so x is
+// staged always.
+MOK_HD inline bool needs_x(const Plan& p) {
+  return p.g.direction == Direction::forward || p.g.wanted.d_gate || p.g.wanted.d_up ||
+         saved_minibatches(p) < p.s.minibatches;
+}
+
 struct GradTiles {  // tasks of one segment (or of the shared expert), by matrix
   int32_t gate = 0, up = 0, down = 0;
   MOK_HD int total() const { return gate + up + down; }
@@ -172,14 +179,16 @@ MOK_HD inline int32_t phase_size(const Plan& p, TaskKind kind, int m) {
     case TaskKind::sigma:
       return g.own_tiles();
     case TaskKind::shared_gate_up:
-    case TaskKind::shared_d_hidden:
       return g.own_tiles() * g.columns_shared();
+    case TaskKind::shared_d_hidden:
+      return g.own_tiles() * g.columns_shared_d_hidden();
     case TaskKind::shared_down:
     case TaskKind::shared_d_input:
       return g.own_tiles() * g.columns_hidden();
     case TaskKind::gate_up:
-    case TaskKind::d_hidden:
       return minibatch_tiles(p, m) * g.columns_inter();
+    case TaskKind::d_hidden:
+      return minibatch_tiles(p, m) * g.columns_d_hidden();
     case TaskKind::down:
     case TaskKind::d_input:
       return minibatch_tiles(p, m) * g.columns_hidden();
@@ -323,8 +332,9 @@ MOK_HD inline Task decode_in_phase(const Plan& p, const Phase& phase, int32_t i)
     case TaskKind::d_input: {
       // Inside a slice (one expert) columns are outer and tiles inner: a weight tile is used by
       // all tiles of rows while it is in L2.
-      const bool inter = phase.kind == TaskKind::gate_up || phase.kind == TaskKind::d_hidden;
-      const int columns = inter ? g.columns_inter() : g.columns_hidden();
+      const int columns = phase.kind == TaskKind::gate_up    ? g.columns_inter()
+                          : phase.kind == TaskKind::d_hidden ? g.columns_d_hidden()
+                                                             : g.columns_hidden();
       const int first = minibatch_begin(p, phase.minibatch);
       const Tile& tile = p.s.tile[first + i / columns];
       const int32_t in_slice = i - (tile.slice_begin - first) * columns;
