@@ -51,7 +51,7 @@ void Arguments::add_problem(CLI::App& app) {
   app.add_option("--precision", precision_, "bf16, fp32 or fp64")
       ->check(CLI::IsMember({"bf16", "fp32", "fp64"}))
       ->type_name("P");
-  app.add_option("--pass", pass, "forward or both (default: both where the device can)")
+  app.add_option("--pass", pass, "forward or both (default: both; mok bench: forward)")
       ->check(CLI::IsMember({"forward", "both"}))
       ->type_name("P");
 }
@@ -229,8 +229,6 @@ void Arguments::choose_device(Spec& spec) const {
 
   Spec cuda = spec;
   cuda.device = Device::cuda;
-  // Until the CUDA executor has a backward, that is what is run where nothing else is asked for.
-  if (device == "cuda" && pass.empty()) cuda.backward = false;
   const std::string refused = cuda_refuses(cuda);
   if (device == "cuda" && !refused.empty()) throw Error(ErrorCode::bad_argument, refused);
   if (!refused.empty()) return;

@@ -19,9 +19,14 @@ struct Options {
   bool json = false;
 };
 
+struct Timing {  // of a direction, or of both
+  double ms = 0;
+  double tflops = 0;  // of each GPU (of the machine on the CPU)
+};
+
 struct Result {
-  double forward_ms = 0, backward_ms = 0, fastest_ms = 0, slowest_ms = 0;
-  double tflops = 0;  // forward, of each GPU (of the machine on the CPU)
+  Timing forward, backward, both;
+  double fastest_ms = 0, slowest_ms = 0;  // forward
   int64_t rows = 0, link_bytes = 0, busiest_bytes = 0;
   double link_gb_per_s = 0, padding_share = 0;
   int64_t workspace_bytes = 0, peak_bytes = 0;
@@ -37,8 +42,6 @@ Result measure(Spec spec, const Options& options, Progress& progress) {
   const Outcome outcome = run(spec, sets, progress);
 
   Result r;
-  r.forward_ms = median(outcome.forward_ms);
-  r.backward_ms = median(outcome.backward_ms);
   const auto [low, high] =
       std::minmax_element(outcome.forward_ms.begin(), outcome.forward_ms.end());
   r.fastest_ms = *low;
@@ -51,15 +54,25 @@ Result measure(Spec spec, const Options& options, Progress& progress) {
   const Links l = links(spec, plans, spec.gpus);
   r.link_bytes = l.total();
   r.busiest_bytes = l.busiest();
-  const double seconds = r.forward_ms / 1e3;
-  r.link_gb_per_s = static_cast<double>(r.busiest_bytes) / 1e9 / seconds;
   const LayerShape& s = spec.shape;
   const double operations =
       6.0 * static_cast<double>(s.hidden) *
       (static_cast<double>(r.rows) * static_cast<double>(s.intermediate) +
        static_cast<double>(spec.global_tokens()) * static_cast<double>(s.shared_intermediate));
   const int machines = spec.device == Device::cuda ? spec.physical_gpus() : 1;
-  r.tflops = operations / machines / seconds / 1e12;
+  // Backward has two products for each of forward's; what is recomputed does not count.
+  const auto timing = [&](const std::vector<double>& ms, double products) {
+    const double middle = median(ms);
+    return Timing{middle, middle > 0 ? products * operations / machines / middle / 1e9 : 0};
+  };
+  r.forward = timing(outcome.forward_ms, 1);
+  if (spec.backward) {
+    std::vector<double> both = outcome.forward_ms;
+    for (size_t i = 0; i < both.size(); ++i) both[i] += outcome.backward_ms[i];
+    r.backward = timing(outcome.backward_ms, 2);
+    r.both = timing(both, 3);
+  }
+  r.link_gb_per_s = static_cast<double>(r.busiest_bytes) / 1e6 / r.forward.ms;
   for (int rank = 0; rank < spec.ranks(); ++rank) {
     r.workspace_bytes = std::max(r.workspace_bytes, outcome.memory_bytes[rank]);
     r.peak_bytes = std::max(r.peak_bytes, outcome.memory_bytes[rank] + outcome.tensor_bytes[rank]);
@@ -74,9 +87,14 @@ Json to_json(const Spec& spec, const Result& r) {
   j["routing"] = problem::to_string(spec.routing);
   j["rows"] = r.rows;
   j["padding_share"] = r.padding_share;
-  j["time_ms"] = {{"forward", r.forward_ms}, {"min", r.fastest_ms}, {"max", r.slowest_ms}};
-  if (spec.backward) j["time_ms"]["backward"] = r.backward_ms;
-  j["tflops"] = r.tflops;
+  j["time_ms"] = {{"forward", r.forward.ms}, {"min", r.fastest_ms}, {"max", r.slowest_ms}};
+  j["tflops"]["forward"] = r.forward.tflops;
+  if (spec.backward) {
+    j["time_ms"]["backward"] = r.backward.ms;
+    j["time_ms"]["both"] = r.both.ms;
+    j["tflops"]["backward"] = r.backward.tflops;
+    j["tflops"]["both"] = r.both.tflops;
+  }
   j["link_bytes"] = r.link_bytes;
   j["link_bytes_busiest_rank"] = r.busiest_bytes;
   j["link_gb_per_s"] = r.link_gb_per_s;
@@ -89,20 +107,24 @@ void print_head(const Spec& spec) {
   std::printf("%s, ep %d%s, %s, %d calls after %d\n", to_string(spec.device), spec.ranks(),
               spec.is_virtual() ? " (virtual)" : "", to_string(spec.precision), spec.repeat,
               spec.warm_up);
-  std::printf("%-18s %-11s %8s %10s%s %9s %9s %8s %8s %9s\n", "model", "routing", "tokens",
-              "forward ms", spec.backward ? "  backw. ms" : "", "TFLOP/s", "link MB", "GB/s",
+  std::printf("%-18s %-11s %8s %10s %9s%s %9s %8s %8s %9s\n", "model", "routing", "tokens",
+              "forward ms", "TFLOP/s",
+              spec.backward ? "  backw. ms   TFLOP/s    both ms   TFLOP/s" : "", "link MB", "GB/s",
               "padding", "peak GiB");
 }
 
 void print_line(const Spec& spec, const Result& r) {
-  char backward[32] = "";
-  if (spec.backward) std::snprintf(backward, sizeof backward, " %10.3f", r.backward_ms);
-  std::printf("%-18s %-11s %8lld %10.3f%s %9.3f %9.2f %8.2f %7.1f%% %9.2f\n",
+  char backward[64] = "";
+  if (spec.backward) {
+    std::snprintf(backward, sizeof backward, " %10.3f %9.3f %10.3f %9.3f", r.backward.ms,
+                  r.backward.tflops, r.both.ms, r.both.tflops);
+  }
+  std::printf("%-18s %-11s %8lld %10.3f %9.3f%s %9.2f %8.2f %7.1f%% %9.2f\n",
               spec.model.empty() ? "-" : spec.model.c_str(),
               problem::to_string(spec.routing).c_str(),
-              static_cast<long long>(spec.workspace.max_tokens), r.forward_ms, backward, r.tflops,
-              static_cast<double>(r.busiest_bytes) / 1e6, r.link_gb_per_s, 100 * r.padding_share,
-              static_cast<double>(r.peak_bytes) / 0x1p30);
+              static_cast<long long>(spec.workspace.max_tokens), r.forward.ms, r.forward.tflops,
+              backward, static_cast<double>(r.busiest_bytes) / 1e6, r.link_gb_per_s,
+              100 * r.padding_share, static_cast<double>(r.peak_bytes) / 0x1p30);
   std::fflush(stdout);
 }
 

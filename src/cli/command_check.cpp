@@ -57,7 +57,6 @@ Spec spec_of(const CheckCase& c, Device device) {
   spec.repeat = 2;
   if (device == Device::cuda) {
     spec.device = device;
-    spec.backward = false;
     const int n = std::min(gpu_count(), spec.ranks());
     for (int r = 0; r < spec.ranks(); ++r) spec.gpus.push_back(r * n / spec.ranks());
   }

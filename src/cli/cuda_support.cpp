@@ -19,7 +19,6 @@ std::string cuda_refuses(const Spec& spec) {
     return std::string("--precision: ") + to_string(spec.precision) +
            " runs on the CPU only, not with --device cuda";
   }
-  if (spec.backward) return "--pass: both is not there yet with --device cuda, only forward";
   if (spec.processes) return "--ranks: processes are there on the CPU only, not with --device cuda";
   for (const std::string& text : {std::string(size("--hidden", s.hidden)),
                                   std::string(size("--intermediate", s.intermediate)),

@@ -52,7 +52,7 @@ struct Outcome {
 };
 
 // Runs one problem, or several of the same shape in turn (the weights are the first one's), and
-// leaves the outputs of the last call. Throws Error.
+// leaves the outputs of the last call (CUDA: only where bits are compared). Throws Error.
 using Sets = std::vector<const problem::Problem*>;
 Outcome run_on_cpu(const Spec& spec, const Sets& sets, Progress& progress);
 Outcome run_on_cuda(const Spec& spec, const Sets& sets, Progress& progress);

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 
 #include "cli/device_fill.h"
@@ -63,22 +64,24 @@ struct Event {
   Event& operator=(const Event&) = delete;
 };
 
-struct Lane {  // a GPU's stream, and a pair of events for each call
+struct Lane {  // a GPU's stream, and events around forward and backward of each call
   int gpu = 0;
   cudaStream_t stream = nullptr;
-  std::vector<std::unique_ptr<Event>> begin, end;
+  std::vector<std::unique_ptr<Event>> begin, middle, end;
 
   Lane(int device, int calls) : gpu(device) {
     use_gpu(gpu);
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
     for (int i = 0; i < calls; ++i) {
       begin.push_back(std::make_unique<Event>());
+      middle.push_back(std::make_unique<Event>());
       end.push_back(std::make_unique<Event>());
     }
   }
   ~Lane() {
     if (cudaSetDevice(gpu) != cudaSuccess) return;
     begin.clear();
+    middle.clear();
     end.clear();
     cudaStreamDestroy(stream);
   }
@@ -87,17 +90,23 @@ struct Lane {  // a GPU's stream, and a pair of events for each call
 };
 
 struct GpuTokens {  // of one problem
-  GpuMemory x, ids, topk_weights;
+  GpuMemory x, d_y, ids, topk_weights;
 };
 
 struct GpuRank {
   std::vector<GpuTokens> tokens;
   std::vector<GpuMemory> weights;  // in the order of weight_slices
-  GpuMemory y;
+  // What forward keeps for backward.
+  GpuMemory saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out;
+  std::array<GpuMemory, kOuts> outputs;
   int64_t bytes() const {
-    int64_t sum = y.bytes();
-    for (const GpuTokens& t : tokens) sum += t.x.bytes() + t.ids.bytes() + t.topk_weights.bytes();
+    int64_t sum = saved_gate.bytes() + saved_up.bytes() + saved_shared_gate.bytes() +
+                  saved_shared_up.bytes() + saved_shared_out.bytes();
+    for (const GpuMemory& m : outputs) sum += m.bytes();
     for (const GpuMemory& m : weights) sum += m.bytes();
+    for (const GpuTokens& t : tokens) {
+      sum += t.x.bytes() + t.d_y.bytes() + t.ids.bytes() + t.topk_weights.bytes();
+    }
     return sum;
   }
 };
@@ -126,11 +135,13 @@ class CudaRun {
     Outcome out;
     for (int r = 0; r < spec_.ranks(); ++r) {
       out.outputs.emplace_back();
-      out.outputs[r][static_cast<int>(Out::y)] = Memory(extent(spec_, r, Out::y).bytes());
+      for (int o = 0; spec_.compare_bits && o < kOuts; ++o) {
+        out.outputs[r][o] = Memory(ranks_[r].outputs[o].bytes());
+      }
       out.memory_bytes.push_back(workspace_->memory_bytes(r));
       out.tensor_bytes.push_back(ranks_[r].bytes());
     }
-    std::vector<uint64_t> first;
+    std::vector<Digests> first;
     for (int call = 0; call < calls_; ++call) {
       if (spec_.compare_bits) poison();
       launch(call);
@@ -142,12 +153,17 @@ class CudaRun {
       }
     }
     workspace_->synchronize();
-    if (!spec_.compare_bits) fetch(out);
-    for (int call = spec_.warm_up; call < calls_; ++call) out.forward_ms.push_back(time(call));
+    for (int call = spec_.warm_up; call < calls_; ++call) {
+      out.forward_ms.push_back(time(call, &Lane::begin, &Lane::middle));
+      if (spec_.backward) out.backward_ms.push_back(time(call, &Lane::middle, &Lane::end));
+    }
     return out;
   }
 
  private:
+  using Digests = std::array<uint64_t, kOuts>;
+  using Events = std::vector<std::unique_ptr<Event>>;
+
   Lane& lane(int rank) const { return *lanes_.at(spec_.gpus[rank]); }
 
   void wait(const Lane& l) const {
@@ -182,6 +198,7 @@ class CudaRun {
     for (const Problem* problem : sets_) {
       GpuTokens t;
       t.x = slice(r, *problem, token_slices(spec_, r)[0], "x");
+      t.d_y = slice(r, *problem, token_slices(spec_, r)[1], "d_y");
       const int64_t begin = spec_.first_token(r), end = begin + spec_.tokens[r];
       const int64_t slots = spec_.tokens[r] * spec_.shape.topk;
       const Memory ids(slots * 8), weights(slots * 4);
@@ -191,16 +208,32 @@ class CudaRun {
       t.topk_weights = copy(r, weights, "topk_weights");
       rank.tokens.push_back(std::move(t));
     }
-    rank.y = GpuMemory(spec_.gpus[r], extent(spec_, r, Out::y).bytes(), "y");
+    for (int o = 0; o < kOuts; ++o) {
+      const Out out = static_cast<Out>(o);
+      rank.outputs[o] = GpuMemory(spec_.gpus[r], extent(spec_, r, out).bytes(), to_string(out));
+    }
+    if (spec_.backward) {
+      const LayerShape& s = spec_.shape;
+      const int64_t rows = workspace_->options().saved_rows, tokens = spec_.tokens[r];
+      const auto take = [&](int64_t elements) {
+        return GpuMemory(spec_.gpus[r], elements * 2, "what forward keeps");
+      };
+      rank.saved_gate = take(rows * s.intermediate);
+      rank.saved_up = take(rows * s.intermediate);
+      rank.saved_shared_gate = take(tokens * s.shared_intermediate);
+      rank.saved_shared_up = take(tokens * s.shared_intermediate);
+      if (s.shared_gate) rank.saved_shared_out = take(tokens * s.hidden);
+    }
     ranks_.push_back(std::move(rank));
   }
 
-  ForwardArgs arguments(int r, int call) const {
+  BackwardArgs backward_args(int r, int call) const {
     const LayerShape& s = spec_.shape;
     const GpuRank& rank = ranks_[r];
     const GpuTokens& t = rank.tokens[call % rank.tokens.size()];
-    const int64_t h = s.hidden, i = s.intermediate;
-    ForwardArgs a;
+    const int64_t h = s.hidden, i = s.intermediate, shared = s.shared_intermediate;
+    const auto out = [&](Out o) { return rank.outputs[static_cast<int>(o)].data(); };
+    BackwardArgs a;
     a.tokens = spec_.tokens[r];
     a.x = {t.x.data(), h};
     a.topk_ids = t.ids.data();
@@ -210,31 +243,63 @@ class CudaRun {
     a.weights.down = {rank.weights[2].data(), h * i, i};
     a.weights.shared_gate_proj = {rank.weights[3].data(), h};
     a.weights.shared_up_proj = {rank.weights[4].data(), h};
-    a.weights.shared_down_proj = {rank.weights[5].data(), s.shared_intermediate};
+    a.weights.shared_down_proj = {rank.weights[5].data(), shared};
     a.weights.shared_gate_vector = rank.weights[6].data();
-    a.y = {rank.y.data(), h};
+    a.saved = {rank.saved_gate.data(), rank.saved_up.data(), rank.saved_shared_gate.data(),
+               rank.saved_shared_up.data(), rank.saved_shared_out.data()};
+    if (!spec_.backward) return a;
+    a.d_y = {t.d_y.data(), h};
+    a.d_x = {out(Out::d_x), h};
+    a.d_topk_weights = out(Out::d_topk_weights);
+    a.d_gate = {{out(Out::d_w_gate), i * h, h}, GradMode::sum};
+    a.d_up = {{out(Out::d_w_up), i * h, h}, GradMode::sum};
+    a.d_down = {{out(Out::d_w_down), h * i, i}, GradMode::sum};
+    if (shared > 0) {
+      a.d_shared_gate_proj = {{out(Out::d_shared_gate), h}, GradMode::sum};
+      a.d_shared_up_proj = {{out(Out::d_shared_up), h}, GradMode::sum};
+      a.d_shared_down_proj = {{out(Out::d_shared_down), shared}, GradMode::sum};
+    }
+    if (s.shared_gate) a.d_shared_gate_vector = {{out(Out::d_shared_vector), h}, GradMode::sum};
+    return a;
+  }
+
+  ForwardArgs forward_args(int r, int call) const {
+    const BackwardArgs b = backward_args(r, call);
+    ForwardArgs a;
+    a.tokens = b.tokens;
+    a.x = b.x;
+    a.topk_ids = b.topk_ids;
+    a.topk_weights = b.topk_weights;
+    a.weights = b.weights;
+    a.saved = b.saved;
+    a.y = {ranks_[r].outputs[static_cast<int>(Out::y)].data(), spec_.shape.hidden};
     return a;
   }
 
   void poison() {
     for (int r = 0; r < spec_.ranks(); ++r) {
-      const GpuMemory& y = ranks_[r].y;
-      if (y.bytes() == 0) continue;
       use_gpu(spec_.gpus[r]);
-      check_cuda(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(y.bytes()), lane(r).stream),
-                 "y");
+      for (const GpuMemory& m : ranks_[r].outputs) {
+        if (m.bytes() == 0) continue;
+        check_cuda(cudaMemsetAsync(m.data(), 0xff, static_cast<size_t>(m.bytes()), lane(r).stream),
+                   "outputs");
+      }
     }
   }
 
   void launch(int call) {
-    std::vector<ForwardArgs> args;
+    std::vector<ForwardArgs> forward;
+    std::vector<BackwardArgs> backward;
     std::vector<void*> streams;
     for (int r = 0; r < spec_.ranks(); ++r) {
-      args.push_back(arguments(r, call));
+      forward.push_back(forward_args(r, call));
+      backward.push_back(backward_args(r, call));
       streams.push_back(lane(r).stream);
     }
     for (const auto& [gpu, l] : lanes_) record(*l, *l->begin[call]);
-    workspace_->forward(args, streams);
+    workspace_->forward(forward, streams);
+    for (const auto& [gpu, l] : lanes_) record(*l, *l->middle[call]);
+    if (spec_.backward) workspace_->backward(backward, streams);
     for (const auto& [gpu, l] : lanes_) record(*l, *l->end[call]);
   }
 
@@ -243,12 +308,13 @@ class CudaRun {
     check_cuda(cudaEventRecord(event.handle, l.stream), "event");
   }
 
-  double time(int call) const {  // of the slowest GPU
+  double time(int call, Events Lane::* from, Events Lane::* to) const {  // of the slowest GPU
     float slowest = 0;
     for (const auto& [gpu, l] : lanes_) {
       use_gpu(gpu);
       float ms = 0;
-      check_cuda(cudaEventElapsedTime(&ms, l->begin[call]->handle, l->end[call]->handle), "event");
+      check_cuda(cudaEventElapsedTime(&ms, ((*l).*from)[call]->handle, ((*l).*to)[call]->handle),
+                 "event");
       slowest = std::max(slowest, ms);
     }
     return slowest;
@@ -256,24 +322,31 @@ class CudaRun {
 
   void fetch(Outcome& out) const {
     for (int r = 0; r < spec_.ranks(); ++r) {
-      const GpuMemory& y = ranks_[r].y;
-      if (y.bytes() == 0) continue;
       use_gpu(spec_.gpus[r]);
-      check_cuda(cudaMemcpy(out.outputs[r][static_cast<int>(Out::y)].data(), y.data(),
-                            static_cast<size_t>(y.bytes()), cudaMemcpyDeviceToHost),
-                 "y");
+      for (int o = 0; o < kOuts; ++o) {
+        const GpuMemory& from = ranks_[r].outputs[o];
+        if (from.bytes() == 0) continue;
+        check_cuda(cudaMemcpy(out.outputs[r][o].data(), from.data(),
+                              static_cast<size_t>(from.bytes()), cudaMemcpyDeviceToHost),
+                   to_string(static_cast<Out>(o)));
+      }
     }
   }
 
-  void compare_bits(int call, std::vector<uint64_t>& first, Outcome& out) const {
+  void compare_bits(int call, std::vector<Digests>& first, Outcome& out) const {
+    if (calls_ == 1) return;
+    first.resize(spec_.ranks());
     for (int r = 0; r < spec_.ranks(); ++r) {
-      problem::Digest digest;
-      const Memory& y = out.outputs[r][static_cast<int>(Out::y)];
-      digest.add(y.data(), static_cast<size_t>(y.bytes()));
-      if (call == 0) first.push_back(digest.value());
-      if (digest.value() != first[r] && out.changed.empty()) {
-        out.changed = "repeat " + std::to_string(call + 1) +
-                      " gave other bits than the first: y of rank " + std::to_string(r);
+      for (int o = 0; o < kOuts; ++o) {
+        problem::Digest digest;
+        const Memory& m = out.outputs[r][o];
+        digest.add(m.data(), static_cast<size_t>(m.bytes()));
+        if (call == 0) first[r][o] = digest.value();
+        if (digest.value() != first[r][o] && out.changed.empty()) {
+          out.changed = "repeat " + std::to_string(call + 1) +
+                        " gave other bits than the first: " + to_string(static_cast<Out>(o)) +
+                        " of rank " + std::to_string(r);
+        }
       }
     }
   }

@@ -243,7 +243,7 @@ def test_info_and_bench():
     )  # fmt: skip
     assert [r["routing"] for r in bench["results"]] == ["uniform", "one-expert"]
     for result in bench["results"]:
-        assert result["time_ms"]["forward"] > 0 and result["tflops"] > 0
+        assert result["time_ms"]["forward"] > 0 and result["tflops"]["forward"] > 0
         assert result["peak_bytes"] > 0 and result["link_bytes"] > 0
 
 
