@@ -2,6 +2,9 @@
 //
 //   global/peer --cp.async.bulk--> buffer[i % 5] --cp.async.bulk, one per destination row--> ring
 //
+// Backward moves rows of d_y and of x, d_y first: d_hidden needs it, x is for weight gradients and
+// for rows that are recomputed. A row is fetched when both have landed.
+//
 // Three pieces of rows are being loaded while the stores of two drain. Lane k issues the store of
 // the token's k-th row, so bulk groups are per lane and every lane commits one for each piece.
 //
@@ -22,15 +25,18 @@ inline constexpr int kLoading = 3;      // pieces on their way in
 inline constexpr int kRowSets = 3;      // landing, moving, looked up
 inline constexpr int kMostEntries = 8;  // rows that a task moves at once
 
+enum Operand : int8_t { kOperandX, kOperandDY };
+
 struct CommShared {
   alignas(128) uint8_t buffer[kPieces][kPieceBytes];
   struct Rows {                              // of one task
-    uint64_t source[kMostEntries];           // address of the token's row
+    uint64_t source[2][kMostEntries];        // address of the token's row, by Operand
     int32_t slot[kMostEntries];              // its first slot; -1: own token, one row
     int32_t stored[kMostEntries][kMaxTopk];  // rows that get a copy, or -1
   } rows[kRowSets];
   struct Piece {
-    int16_t rows, entry;
+    int8_t rows, operand;
+    int16_t entry;
     int32_t offset, bytes;
   } piece[kPieces];
   ptx::Mbarrier full[kPieces];
@@ -40,11 +46,14 @@ struct CommShared {
   }
 };
 
+template <bool kBackward = false>
 class CommunicationWarp {
  public:
   __device__ CommunicationWarp(const RankState& rank, const plan::Plan& p, const Waiter& waiter,
                                CommShared& shared)
-      : rank_(rank), plan_(p), wait_(waiter), shared_(shared), lane_(threadIdx.x % kWarp) {}
+      : rank_(rank), plan_(p), wait_(waiter), shared_(shared), lane_(threadIdx.x % kWarp) {
+    if constexpr (kBackward) fetches_x_ = plan::needs_x(p);
+  }
 
   __device__ void run() {
     int which = 0;
@@ -114,8 +123,12 @@ class CommunicationWarp {
     if (k >= copies_) return 0;
     const int32_t row = shared_.rows[piece.rows].stored[piece.entry][k];
     if (row < 0) return 0;
-    return reinterpret_cast<uint64_t>(base_) + int64_t{row % base_rows_} * row_bytes() +
+    const uint8_t* base = kBackward && piece.operand == kOperandDY ? base_d_y_ : base_x_;
+    return reinterpret_cast<uint64_t>(base) + int64_t{row % base_rows_} * row_bytes() +
            piece.offset;
+  }
+  __device__ uint8_t* base_of(plan::Buffer b) const {
+    return plan::is_symmetric(b) ? rank_.at<uint8_t>(b, plan_.g.rank) : rank_.at<uint8_t>(b);
   }
   __device__ int64_t row_bytes() const { return int64_t{plan_.g.hidden} * 2; }
 
@@ -138,12 +151,19 @@ class CommunicationWarp {
     }
   }
 
-  // Moves the entries of rows[which]: source -> every stored row of `base`, a ring of `base_rows`.
-  __device__ void move(int which, int entries, int copies, uint8_t* base, int32_t base_rows) {
-    base_ = base;
+  // Moves the entries of rows[which]: source -> every stored row of `x` (and of `d_y`), which are
+  // rings of `base_rows` rows.
+  __device__ void move(int which, int entries, int copies, plan::Buffer x, plan::Buffer d_y,
+                       bool with_x, int32_t base_rows) {
+    base_x_ = base_of(x);
+    if constexpr (kBackward) base_d_y_ = base_of(d_y);
     base_rows_ = base_rows;
     copies_ = copies;
-    for (int entry = 0; entry < entries; ++entry) {
+    const int moves = kBackward && with_x ? 2 * entries : entries;
+    for (int i = 0; i < moves; ++i) {
+      const bool second = kBackward && i >= entries;
+      const int entry = second ? i - entries : i;
+      const Operand operand = kBackward && !second ? kOperandDY : kOperandX;
       for (int32_t offset = 0; offset < row_bytes(); offset += kPieceBytes) {
         const auto left = static_cast<int32_t>(row_bytes()) - offset;
         const int32_t bytes = left < kPieceBytes ? left : kPieceBytes;
@@ -151,13 +171,12 @@ class CommunicationWarp {
         ptx::wait_stores_read<kPieces - kLoading - 1>();  // the buffer's last piece has left it
         __syncwarp();
         if (lane_ == 0) {
-          shared_.piece[slot] = {static_cast<int16_t>(which), static_cast<int16_t>(entry), offset,
-                                 bytes};
+          shared_.piece[slot] = {static_cast<int8_t>(which), operand, static_cast<int16_t>(entry),
+                                 offset, bytes};
           shared_.full[slot].arrive_expect(bytes);
-          ptx::load_bulk(
-              shared_.buffer[slot],
-              reinterpret_cast<const uint8_t*>(shared_.rows[which].source[entry]) + offset, bytes,
-              &shared_.full[slot]);
+          const uint64_t source = shared_.rows[which].source[operand][entry];
+          ptx::load_bulk(shared_.buffer[slot], reinterpret_cast<const uint8_t*>(source) + offset,
+                         bytes, &shared_.full[slot]);
         }
         __syncwarp();
         if (++issued_ - stored_ > kLoading) store_oldest();
@@ -209,11 +228,17 @@ class CommunicationWarp {
       const int entries = min(task.end - first, kMostEntries);
       if (static_cast<int>(lane_) < entries) {
         const int token = first + lane_;
-        rows.source[lane_] = reinterpret_cast<uint64_t>(rank_.x + token * rank_.x_stride);
+        rows.source[kOperandX][lane_] =
+            reinterpret_cast<uint64_t>(rank_.x + token * rank_.x_stride);
+        if constexpr (kBackward) {
+          rows.source[kOperandDY][lane_] =
+              reinterpret_cast<uint64_t>(rank_.d_y + token * rank_.d_y_stride);
+        }
         rows.stored[lane_][0] = token;
       }
       __syncwarp();
-      move(which, entries, 1, rank_.at<uint8_t>(plan::Buffer::staged_x, plan_.g.rank),
+      // x always: whether a peer needs it depends on the peer's rows.
+      move(which, entries, 1, plan::Buffer::staged_x, plan::Buffer::staged_d_y, true,
            plan_.g.max_tokens);
       __syncwarp();
     }
@@ -231,10 +256,16 @@ class CommunicationWarp {
       const int src = g.slot_rank(slot);
       const int token = g.slot_token(slot);
       const bool own = src == g.rank;
+      const auto staged = [&](plan::Buffer b) {
+        return rank_.at<__nv_bfloat16>(b, src) + int64_t{token} * g.hidden;
+      };
       const __nv_bfloat16* from =
-          own ? rank_.x + token * rank_.x_stride
-              : rank_.at<__nv_bfloat16>(plan::Buffer::staged_x, src) + int64_t{token} * g.hidden;
-      rows.source[lane_] = reinterpret_cast<uint64_t>(from);
+          own ? rank_.x + token * rank_.x_stride : staged(plan::Buffer::staged_x);
+      rows.source[kOperandX][lane_] = reinterpret_cast<uint64_t>(from);
+      if constexpr (kBackward) {
+        from = own ? rank_.d_y + token * rank_.d_y_stride : staged(plan::Buffer::staged_d_y);
+        rows.source[kOperandDY][lane_] = reinterpret_cast<uint64_t>(from);
+      }
       rows.slot[lane_] = own ? -1 : g.slot(src, token, 0);
       if (own) {
         for (int k = 1; k < g.topk; ++k) rows.stored[lane_][k] = -1;
@@ -254,7 +285,7 @@ class CommunicationWarp {
 
   __device__ void fetch(const plan::Task& task, int which) {
     const int entries = task.end - task.begin;
-    move(which, entries, plan_.g.topk, rank_.at<uint8_t>(plan::Buffer::ring_x),
+    move(which, entries, plan_.g.topk, plan::Buffer::ring_x, plan::Buffer::ring_d_y, fetches_x_,
          plan_.g.ring_tiles * plan::kTileRows);
     finish_pending();
     leave_pending(plan::TaskKind::fetch, which, entries);
@@ -267,7 +298,9 @@ class CommunicationWarp {
   const uint32_t lane_;
   uint32_t issued_ = 0;  // pieces whose load was issued
   uint32_t stored_ = 0;  // pieces whose stores were issued
-  uint8_t* base_ = nullptr;
+  uint8_t* base_x_ = nullptr;
+  uint8_t* base_d_y_ = nullptr;
+  bool fetches_x_ = true;
   int32_t base_rows_ = 1;
   int32_t copies_ = 0;
   int32_t pending_ = -1;  // rows[] of the task that is not counted in, or -1

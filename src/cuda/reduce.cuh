@@ -1,11 +1,17 @@
-// The last tasks of forward: y_t = bf16(sigma * r_s + sum over k of w_k * r_k), k in order.
-// The consumer warpgroups of a block run them when no tile is left.
+// The last tasks of a call, for own tokens, k in order:
+//
+//   forward    y_t   = bf16(sigma * r_s + sum over k of w_k * r_k)
+//   backward   d_x_t = bf16(d_s + sum over k of row_k),  d_s = row_s + d_sigma * sigma' * gate
+//              d_topk_weights[t, k], +0 where the id is -1
+//
+// The consumer warpgroups of a block run them when no tile is left. After a bad id everything is
+// NaN.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile_types.cuh"
+#include "cuda/token_dot.cuh"
 #include "cuda/wait.cuh"
-#include "numerics/exp.h"
 
 namespace mok::cuda {
 
@@ -14,7 +20,7 @@ inline constexpr int kMostReduceTokens = 8;
 struct ReduceShared {
   int32_t ticket;
   int32_t go;
-  float sigma[kMostReduceTokens];
+  float sigma[kMostReduceTokens];  // forward, as the next one
   float weight[kMostReduceTokens * kMaxTopk];
   uint32_t routed[kMostReduceTokens][kMaxTopk / 32];  // bit k: slot k of the token has a row
 };
@@ -33,6 +39,7 @@ struct Eight {
   }
 };
 
+template <bool kBackward = false>
 class Reducer {
  public:
   __device__ Reducer(const RankState& rank, const plan::Plan& p, const Waiter& waiter,
@@ -76,7 +83,8 @@ class Reducer {
     if (thread_ == 0) {
       bool go = true;
       plan::for_each_wait(plan_, task, [&](plan::Wait w) {
-        if (!go || w.counter == plan::Counter::sigma) return;  // computed right here
+        if (!go) return;
+        if (!kBackward && w.counter == plan::Counter::sigma) return;  // computed right here
         if (plan::is_flag(w.counter) && all_returned_) return;
         go = wait_.wait(w, static_cast<int>(task.kind));
       });
@@ -86,7 +94,7 @@ class Reducer {
     for (int i = thread_; i < (task.end - task.begin) * plan_.g.topk; i += kReducers) {
       const int64_t slot = int64_t{task.begin} * plan_.g.topk + i;
       const int token = i / plan_.g.topk, k = i % plan_.g.topk;
-      shared_.weight[i] = rank_.weights[slot];
+      if constexpr (!kBackward) shared_.weight[i] = rank_.weights[slot];
       if (rank_.at<int32_t>(plan::Buffer::ids, plan_.g.rank)[slot] >= 0) {
         atomicOr(&shared_.routed[token][k / 32], 1u << k % 32);
       }
@@ -95,20 +103,12 @@ class Reducer {
     return shared_.go != 0;
   }
 
-  // sigmoid of the shared gate for the task's tokens, a warp each; lane sums are added in a fixed
-  // tree.
+  // sigmoid of the shared gate for the task's tokens, a warp each.
   __device__ void sigmas(const plan::Task& task) {
-    const int lane = thread_ % kWarp;
     for (int token = task.begin + thread_ / kWarp; token < task.end; token += kReducers / kWarp) {
-      float sum = 0;
-      for (int h = lane; h < plan_.g.hidden; h += kWarp) {
-        sum = fmaf(__bfloat162float(rank_.x[token * rank_.x_stride + h]),
-                   __bfloat162float(rank_.shared_vector[h]), sum);
-      }
-      for (int d = kWarp / 2; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-      if (lane == 0) {
-        shared_.sigma[token - task.begin] = 1.0f / (1.0f + numerics::exp_portable(-sum));
-      }
+      const float sigma = shared_sigma<kWarp>(rank_.x + token * rank_.x_stride, rank_.shared_vector,
+                                              plan_.g.hidden);
+      if (thread_ % kWarp == 0) shared_.sigma[token - task.begin] = sigma;
     }
     sync();
   }
@@ -127,12 +127,37 @@ class Reducer {
   }
 
   __device__ void reduce(const plan::Task& task) {
-    if (plan_.g.shared_gate) sigmas(task);
+    if constexpr (kBackward) {
+      if (rank_.d_topk_weights != nullptr) router_grads(task);
+      if (rank_.d_x == nullptr) return;
+    } else {
+      if (plan_.g.shared_gate) sigmas(task);
+    }
     const int items = (task.end - task.begin) * (plan_.g.hidden / 8);
     constexpr int kItems = 2;  // at once: enough loads in flight to fill the memory's pipe
     int i = thread_;
     for (; i + kReducers < items; i += kItems * kReducers) reduce_items<kItems>(task, i);
     if (i < items) reduce_items<1>(task, i);
+  }
+
+  __device__ void router_grads(const plan::Task& task) {
+    const bool bad = rank_.tickets->bad_id != 0;
+    const int topk = plan_.g.topk;
+    const auto* grads = rank_.at<float>(plan::Buffer::returned_grads, plan_.g.rank);
+    for (int i = thread_; i < (task.end - task.begin) * topk; i += kReducers) {
+      const int64_t slot = int64_t{task.begin} * topk + i;
+      const int k = i % topk;
+      float grad = 0;
+      if (shared_.routed[i / topk][k / 32] >> k % 32 & 1) grad = grads[slot];
+      rank_.d_topk_weights[slot] = bad ? __int_as_float(0x7fffffff) : grad;
+    }
+  }
+
+  // The token's d_sigma * sigma' times eight elements of the gate vector, added to d_s's row.
+  __device__ __forceinline__ void add_gate(float (&acc)[8], int token, int column) const {
+    const float coefficient = rank_.at<float>(plan::Buffer::d_sigma)[token];
+    const auto gate = Elements<8>::load_unaligned(rank_.shared_vector + column);
+    for (int j = 0; j < 8; ++j) acc[j] = fmaf(coefficient, __bfloat162float(gate.e[j]), acc[j]);
   }
 
   // Items i, i + kReducers, ...: eight columns of a token each.
@@ -155,6 +180,11 @@ class Reducer {
       const auto* r_s = rank_.at<uint8_t>(plan::Buffer::shared_rows) +
                         int64_t{task.begin + local[n]} * row_bytes + column[n] * 2;
       const Eight r = Eight::unpack(load(r_s));
+      if constexpr (kBackward) {
+        for (int j = 0; j < 8; ++j) acc[n][j] = r.v[j];
+        if (g.shared_gate) add_gate(acc[n], task.begin + local[n], column[n]);
+        continue;
+      }
       const float sigma = g.shared_gate ? shared_.sigma[local[n]] : 1.0f;
       for (int j = 0; j < 8; ++j) acc[n][j] = sigma * r.v[j];
     }
@@ -178,7 +208,9 @@ class Reducer {
         for (int k = 0; k < kAtOnce; ++k) {
           if ((routed[n] >> k & 1) == 0) continue;
           const Eight r = Eight::unpack(raw[n][k]);
-          for (int j = 0; j < 8; ++j) acc[n][j] = fmaf(weight[k], r.v[j], acc[n][j]);
+          for (int j = 0; j < 8; ++j) {
+            acc[n][j] = kBackward ? acc[n][j] + r.v[j] : fmaf(weight[k], r.v[j], acc[n][j]);
+          }
         }
       }
     }
@@ -190,7 +222,9 @@ class Reducer {
       }
       const uint4 out{ptx::pack_bf16(acc[n][0], acc[n][1]), ptx::pack_bf16(acc[n][2], acc[n][3]),
                       ptx::pack_bf16(acc[n][4], acc[n][5]), ptx::pack_bf16(acc[n][6], acc[n][7])};
-      ptx::store_global_16(rank_.y + int64_t{task.begin + local[n]} * rank_.y_stride + column[n],
+      const int64_t token = task.begin + local[n];
+      ptx::store_global_16(kBackward ? rank_.d_x + token * rank_.d_x_stride + column[n]
+                                     : rank_.y + token * rank_.y_stride + column[n],
                            out);
     }
   }

@@ -4,9 +4,12 @@
 //             announce       header and `arrived` flag to every rank       after all publish
 //             count x 64     rows of each local expert in a chunk of slots after all ranks arrived
 //             layout         first row of each expert, tile table          after all count
+//             segments       backward: of the weight gradients             after layout
 //             place x 64     slot <-> row, in slot order                   after layout
 //             list x 32      fetch lists of the minibatches                after all place
-//             phases         the two queues                                after all list
+//             phases         the two queues                                after segments, list
+//
+// Backward also publishes the router weights of own tokens and notes the weight of each row.
 //
 // Each step is a handful of dependent look-ups: what counts is that a thread's look-ups of one kind
 // are all asked for before the first is used (kAtOnce), and that a step has a task for every SM.
@@ -15,6 +18,7 @@
 // block is enough. Shared memory is scratch here.
 #pragma once
 
+#include "cuda/segments.cuh"
 #include "cuda/tile_types.cuh"
 #include "cuda/wait.cuh"
 
@@ -30,6 +34,7 @@ struct ScheduleShared {
   alignas(16) int32_t scratch[(kThreads / kWarp) * kMaxExperts];
 };
 
+template <bool kBackward = false>
 class ScheduleBuilder {
  public:
   __device__ ScheduleBuilder(const RankState& rank, const Waiter& waiter, ScheduleShared& shared)
@@ -40,7 +45,8 @@ class ScheduleBuilder {
     constexpr int kAnnounce = kPublishTasks;
     constexpr int kCount = kAnnounce + 1;
     constexpr int kLayout = kCount + kScheduleChunks;
-    constexpr int kPlace = kLayout + 1;
+    constexpr int kSegments = kLayout + 1;
+    constexpr int kPlace = kSegments + kSegmentTasks;
     constexpr int kList = kPlace + kScheduleChunks;
     constexpr int kPhases = kList + kFetchListTasks;
     Tickets* t = rank_.tickets;
@@ -59,10 +65,16 @@ class ScheduleBuilder {
         if (!all_arrived()) return false;
         count(i - kCount);
         done(&t->counted);
-      } else if (i < kPlace) {
+      } else if (i < kSegments) {
         if (!after(&t->counted, kScheduleChunks)) return false;
         lay_out();
         done(&t->laid_out);
+      } else if (kBackward && i < kPlace) {
+        if (!after(&t->laid_out, 1)) return false;
+        load_plan();
+        cut_segments(rank_.tables, shared_.plan, shared_.scratch,
+                     [&](int32_t value, int32_t* total) { return scan(value, total); });
+        done(&t->listed);
       } else if (i < kList) {
         if (!after(&t->laid_out, 1)) return false;
         place(i - kPlace);
@@ -73,7 +85,7 @@ class ScheduleBuilder {
         for (int m = i - kList; m < shared_.plan.s.minibatches; m += kFetchListTasks) list(m);
         done(&t->listed);
       } else if (i == kPhases) {
-        if (!after(&t->listed, kFetchListTasks)) return false;
+        if (!after(&t->listed, kFetchListTasks + kSegmentTasks)) return false;
         load_plan();
         build_queues();
         done(&t->planned);
@@ -86,6 +98,7 @@ class ScheduleBuilder {
  private:
   static constexpr int kWarps = kThreads / kWarp;
   static constexpr int kAtOnce = 4;
+  static constexpr int kSegmentTasks = kBackward ? 1 : 0;
   __device__ const plan::Geometry& g() const { return rank_.g; }
   __device__ int lane() const { return threadIdx.x % kWarp; }
   __device__ int warp() const { return threadIdx.x / kWarp; }
@@ -124,7 +137,7 @@ class ScheduleBuilder {
   template <class Load, class Use>
   __device__ void batches(int64_t begin, int64_t end, int64_t stride, Load&& load, Use&& use) {
     for (int64_t base = begin; base < end; base += kAtOnce * stride) {
-      int32_t value[kAtOnce];
+      decltype(load(base)) value[kAtOnce];
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         if (base + u * stride < end) value[u] = load(base + u * stride);
@@ -143,6 +156,12 @@ class ScheduleBuilder {
     batches(
         begin + threadIdx.x, end, kThreads, [&](int64_t i) { return own_id(i); },
         [&](int64_t i, int32_t id) { out[i] = id; });
+    if constexpr (kBackward) {
+      auto* weights = rank_.at<float>(plan::Buffer::topk_weights, g().rank);
+      batches(
+          begin + threadIdx.x, end, kThreads, [&](int64_t i) { return rank_.weights[i]; },
+          [&](int64_t i, float weight) { weights[i] = weight; });
+    }
   }
 
   __device__ void announce() {
@@ -291,6 +310,7 @@ class ScheduleBuilder {
       for (int row = first_tile[e] * plan::kTileRows + rows[e] + lane(); row < end; row += kWarp) {
         rank_.tables.row_slot[row] = -1;
         rank_.tables.row_destination[row] = 0;
+        if constexpr (kBackward) rank_.tables.row_weight[row] = 0;
       }
     }
   }
@@ -324,6 +344,11 @@ class ScheduleBuilder {
     p.s.tile = rank_.tables.tile;
     p.s.fetch_row = rank_.tables.fetch_row;
     p.s.fetch_count = rank_.tables.fetch_count;
+    if constexpr (kBackward) {
+      p.s.segment = rank_.tables.segment;
+      p.s.segment_of_tile = rank_.tables.segment_of_tile;
+      p.s.segment_begin = rank_.tables.segment_begin;
+    }
     p.compute = rank_.tables.compute;
     p.communication = rank_.tables.communication;
   }
@@ -335,6 +360,22 @@ class ScheduleBuilder {
     auto* to = reinterpret_cast<uint32_t*>(&shared_.plan);
     for (int i = threadIdx.x; i < kWords; i += kThreads) to[i] = from[i];
     __syncthreads();
+  }
+
+  struct Routed {
+    int32_t expert;  // local, or -1
+    float weight;    // backward only
+  };
+
+  // The weight, maybe a peer's, is asked for before the expert is known: one wait for both.
+  __device__ Routed routed(int64_t slot) const {
+    Routed r{rank_.tables.slot_row[slot], 0};
+    if constexpr (kBackward) {
+      const int per_rank = g().max_tokens * g().topk;
+      const int src = static_cast<int>(slot) / per_rank;
+      r.weight = rank_.at<float>(plan::Buffer::topk_weights, src)[slot - int64_t{src} * per_rank];
+    }
+    return r;
   }
 
   // Each warp owns a contiguous part of the chunk, so slot order is (warp, round, lane).
@@ -364,8 +405,11 @@ class ScheduleBuilder {
     const int64_t row_bytes = int64_t{g().hidden} * 2;
     // Warps whose part ends early still take part in the last match.
     const int64_t whole = begin < end ? begin + (end - begin + kWarp - 1) / kWarp * kWarp : begin;
-    const auto look_within = [&](int64_t slot) { return slot < end ? look(slot) : -1; };
-    batches(begin + lane(), whole, kWarp, look_within, [&](int64_t slot, int32_t expert) {
+    const auto look_within = [&](int64_t slot) {
+      return slot < end ? routed(slot) : Routed{-1, 0};
+    };
+    batches(begin + lane(), whole, kWarp, look_within, [&](int64_t slot, const Routed& found) {
+      const int32_t expert = found.expert;
       const uint32_t same = __match_any_sync(~0u, expert);
       const int before = __popc(same & ((1u << lane()) - 1));
       int32_t row = -1;
@@ -377,6 +421,7 @@ class ScheduleBuilder {
       rank_.tables.slot_row[slot] = bad ? -1 : row;
       if (row < 0 || bad) return;
       rank_.tables.row_slot[row] = static_cast<int32_t>(slot);
+      if constexpr (kBackward) rank_.tables.row_weight[row] = found.weight;
       const int src = g().slot_rank(static_cast<int32_t>(slot));
       rank_.tables.row_destination[row] =
           reinterpret_cast<uint64_t>(rank_.at<uint8_t>(plan::Buffer::returned_rows, src)) +
@@ -468,10 +513,19 @@ class ScheduleBuilder {
     plan::Plan& p = shared_.plan;
     int32_t* counts = shared_.scratch;  // close at hand: the phases are made one after another
     for (int m = threadIdx.x; m < p.s.minibatches; m += kThreads) {
-      counts[m] = reinterpret_cast<const volatile int32_t*>(rank_.tables.fetch_count)[m];
+      counts[m] = static_cast<const volatile int32_t*>(rank_.tables.fetch_count)[m];
+    }
+    constexpr int kRoom = kWarps * kMaxExperts / 2;
+    int32_t* segments = shared_.scratch + kRoom;
+    const bool fits = kBackward && p.s.minibatches < kRoom;
+    for (int m = threadIdx.x; fits && m <= p.s.minibatches; m += kThreads) {
+      segments[m] = static_cast<const volatile int32_t*>(rank_.tables.segment_begin)[m];
     }
     __syncthreads();
-    if (threadIdx.x == 0) p.s.fetch_count = counts;
+    if (threadIdx.x == 0) {
+      p.s.fetch_count = counts;
+      if (fits) p.s.segment_begin = segments;
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
       rank_.tables.plan->compute_phases =

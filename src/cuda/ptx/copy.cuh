@@ -36,6 +36,10 @@ __device__ __forceinline__ void load_bulk(void* to, const void* from, uint32_t b
       "l"(from), "r"(bytes), "r"(shared_address(full))
       : "memory");
 }
+// Local global memory -> L2 only: a hint. Address and size: multiples of 16 bytes.
+__device__ __forceinline__ void prefetch_bulk(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 // Shared memory -> local or peer global memory. 128-byte alignment keeps the link full.
 __device__ __forceinline__ void store_bulk(void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
