@@ -8,6 +8,8 @@
 #include <new>
 #include <utility>
 
+#include "plan/geometry.h"
+
 #define MOK_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace mok::torch_ops {
@@ -90,6 +92,7 @@ using namespace mok::torch_ops;
 MOK_EXPORT int mok_error_code() { return last_code; }
 MOK_EXPORT const char* mok_error_message() { return last_message.c_str(); }
 MOK_EXPORT const char* mok_version() { return MOK_VERSION; }
+MOK_EXPORT int mok_tile_rows() { return mok::plan::kTileRows; }
 
 // One rank of `ranks` processes that meet under `name`; the name is not used by a single rank.
 MOK_EXPORT int64_t mok_group_create(const char* name, int rank, int ranks, double arrival_seconds,

@@ -8,6 +8,7 @@
 See docs/python.md.
 """
 
+from mok import functional, ops
 from mok._library import library_version
 from mok.autograd import moe
 from mok.checkpoint import checkpoint_policy
@@ -27,11 +28,13 @@ __all__ = [
     "checkpoint_policy",
     "default_group",
     "expert_counts",
+    "functional",
     "init",
     "load_balancing_loss",
     "local_group",
     "moe",
     "new_group",
+    "ops",
     "reserve",
     "route",
     "router_z_loss",

@@ -91,6 +91,11 @@ def library_version() -> str:
     return _lib.mok_version().decode()
 
 
+def tile_rows() -> int:
+    """Rows of a tile: an expert's rows begin at a multiple of it."""
+    return _lib.mok_tile_rows()
+
+
 def _checked(value: int) -> int:
     if value < 0:
         message = _lib.mok_error_message().decode(errors="replace")
