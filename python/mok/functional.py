@@ -40,7 +40,7 @@ from mok._functional_checks import (
     wrong_inputs,
 )
 from mok.autograd import DTYPES, _refuse
-from mok.group import Group, Options, _find_workspace, new_group
+from mok.group import Group, Options, _find_workspace, checked_process_group, new_group
 from mok.ops import SPLIT
 
 # ---- what the functions pass around ----------------------------------------------------------
@@ -160,13 +160,9 @@ def validate_workspace_args(
         hidden_size, topk: H and K (at most 64).
     """
     check_type("config", config, MoKConfig)
-    if group is not None:
-        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group: {type(group).__name__}, expected a process group or None")
-        if dist.get_rank(group) < 0:
-            raise ValueError("group: this process is not a member of it")
-        if dist.get_world_size(group) > 8:
-            raise ValueError(f"group: {dist.get_world_size(group)} ranks, at most 8 can share")
+    process_group = checked_process_group("group", group)
+    if process_group is not None and dist.get_world_size(process_group) > 8:
+        raise ValueError(f"group: {dist.get_world_size(process_group)} ranks, at most 8 can share")
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise TypeError(f"device: {device!r} is no device")
     try:
@@ -190,9 +186,7 @@ def create_workspace(
         config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size,
         topk=topk,
     )  # fmt: skip
-    process_group = group
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        process_group = dist.group.WORLD
+    process_group = checked_process_group("group", group)
     ranks = 1 if process_group is None else dist.get_world_size(process_group)
     most = num_local_tokens
     if ranks > 1:

@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,23 @@ import torch.distributed as dist
 from mok import _library
 
 _PRECISIONS = {torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
+
+
+def _check_integer(name: str, value, least: int, optional: bool = False) -> None:
+    """Raises TypeError or ValueError, which names the argument."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {value!r} is not an integer")
+    if value < least:
+        raise ValueError(f"{name}: {value} is {'negative' if least == 0 else f'below {least}'}")
+
+
+def _check_seconds(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: {value!r} is not a number of seconds")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}: {value} is negative or not finite (0 = for ever)")
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,13 @@ class Options:
     compute_workers: int = 0
     comm_workers: int = 0
     delay_seed: int = 0
+
+    def __post_init__(self):
+        for field in fields(self):
+            least = -1 if field.name == "saved_rows" else 0
+            _check_integer(field.name, getattr(self, field.name), least)
+        if self.delay_seed >= 2**64:
+            raise ValueError(f"delay_seed: {self.delay_seed} has more than 64 bits")
 
 
 @dataclass(frozen=True)
@@ -96,12 +120,11 @@ class Group:
         backward.
 
         Raises:
-            ValueError: max_tokens is negative, or below the present T_max on all ranks.
+            TypeError: max_tokens is not an integer.
+            ValueError: it is negative; or a rank's was refused.
         """
-        asked = _agree(self._process_group, max_tokens) if self.ranks > 1 else [max_tokens]
-        largest = max(asked)
-        if min(asked) < 0:
-            raise ValueError(f"max_tokens: negative ({asked} on the ranks)")
+        wrong = _error_of(_check_integer, "max_tokens", max_tokens, 0)
+        largest = max(_agree(self._process_group if self.ranks > 1 else None, max_tokens, wrong))
         if self.max_tokens is not None and largest <= self.max_tokens:
             return
         self.max_tokens = largest
@@ -215,11 +238,54 @@ def _find_workspace(
 _find_workspace._dynamo_marked_constant = True
 
 
-def _agree(process_group, value) -> list:
-    """Every rank's value, in rank order."""
-    values = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(values, value, group=process_group)
-    return values
+def _error_of(check, *arguments) -> Exception | None:
+    try:
+        check(*arguments)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def _agree(process_group, value, wrong: Exception | None) -> list:
+    """Every rank's value, in rank order. Raises `wrong`, and ValueError where a peer was wrong.
+
+    A process_group of None is this process alone.
+    """
+    everyone = [(value, None if wrong is None else str(wrong))]
+    if process_group is not None:
+        mine, everyone = everyone[0], [None] * dist.get_world_size(process_group)
+        if wrong is not None:
+            mine = None, mine[1]  # what it is may not be fit to be sent
+        dist.all_gather_object(everyone, mine, group=process_group)
+    if wrong is not None:
+        raise wrong
+    for rank, (_, message) in enumerate(everyone):
+        if message is not None:
+            raise ValueError(f"{message} (on rank {rank})")
+    return [value for value, _ in everyone]
+
+
+def _check_settings(max_tokens, arrival_timeout, progress_timeout, options) -> None:
+    _check_integer("max_tokens", max_tokens, 0, optional=True)
+    _check_seconds("arrival_timeout", arrival_timeout)
+    _check_seconds("progress_timeout", progress_timeout)
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"options: {options!r} is no mok.Options")
+
+
+def checked_process_group(name: str, process_group):
+    """The process group that is meant, or None for this process alone."""
+    available = dist.is_available()
+    if process_group is None:
+        return dist.group.WORLD if available and dist.is_initialized() else None
+    if available and process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name}: this process is not a member of it")
+    if not available or not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"{name}: {type(process_group).__name__}, expected a torch.distributed process group "
+            "or None"
+        )
+    return process_group
 
 
 def new_group(
@@ -243,19 +309,21 @@ def new_group(
         options: see :class:`Options`.
 
     Raises:
+        TypeError: an argument is of a wrong type.
         ValueError: max_tokens is missing or negative, the ranks are not on one machine, there are
-            more than 8, or their options differ.
+            more than 8, or their options differ; or a rank's arguments were refused there.
         MemoryError: shared memory (/dev/shm) is too small.
         RuntimeError: a peer did not come in time.
     """
-    options = options or Options()
-    distributed = dist.is_available() and dist.is_initialized()
-    if process_group is None and distributed:
-        process_group = dist.group.WORLD
+    process_group = checked_process_group("process_group", process_group)
     ranks = dist.get_world_size(process_group) if process_group is not None else 1
     rank = dist.get_rank(process_group) if process_group is not None else 0
     if rank < 0:
         raise ValueError("process_group: this process is not a member of it")
+    wrong = _error_of(_check_settings, max_tokens, arrival_timeout, progress_timeout, options)
+    if wrong is not None and ranks == 1:
+        raise wrong
+    options = options or Options()
     name = ""
     if ranks > 1:
         mine = {
@@ -264,7 +332,7 @@ def new_group(
             "max_tokens": -1 if max_tokens is None else max_tokens,
             "settings": (options, arrival_timeout, progress_timeout),
         }
-        everyone = _agree(process_group, mine)
+        everyone = _agree(process_group, mine, wrong)
         name = everyone[0]["name"]
         hosts = {each["host"] for each in everyone}
         if len(hosts) > 1:
@@ -279,9 +347,7 @@ def new_group(
                 )
         max_tokens = max(each["max_tokens"] for each in everyone)
         if max_tokens < 0:
-            raise ValueError("max_tokens: needed with more than one rank, and not negative")
-    elif max_tokens is not None and max_tokens < 0:
-        raise ValueError(f"max_tokens: {max_tokens} is negative")
+            raise ValueError("max_tokens: needed with more than one rank")
     return Group(
         name, rank, ranks, max_tokens, arrival_timeout, progress_timeout, options, process_group
     )
@@ -290,10 +356,9 @@ def new_group(
 def local_group(*, max_tokens: int | None = None, options: Options | None = None) -> Group:
     """A group of this process alone, whether or not torch.distributed is initialised.
 
-    Raises ValueError: max_tokens is negative.
+    Raises TypeError and ValueError, which name the argument.
     """
-    if max_tokens is not None and max_tokens < 0:
-        raise ValueError(f"max_tokens: {max_tokens} is negative")
+    _check_settings(max_tokens, 0, 0, options)
     return Group("", 0, 1, max_tokens, 0, 60, options or Options(), None)
 
 
@@ -333,4 +398,6 @@ def default_group() -> Group:
 
 def reserve(max_tokens: int, group: Group | None = None) -> None:
     """Raises T_max of a group (default: that of ``init``), as :meth:`Group.reserve`. Collective."""
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group: {group!r} is no mok.Group")
     (group or default_group()).reserve(max_tokens)

@@ -75,9 +75,8 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        dtype = dtype or torch.get_default_dtype()
-        self.group = group
-        ranks = (group or default_group()).ranks
+        if group is not None and not isinstance(group, Group):
+            raise TypeError(f"group: {group!r} is no mok.Group")
         for name, value in (
             ("hidden", hidden),
             ("intermediate", intermediate),
@@ -85,11 +84,18 @@ class MoELayer(nn.Module):
             ("topk", topk),
             ("shared_intermediate", shared_intermediate),
         ):
-            if not isinstance(value, int | torch.SymInt):
+            if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
                 raise TypeError(f"{name}: {value!r} is not an integer")
+        for name, value in (
+            ("shared_gate", shared_gate),
+            ("accumulate_into_main_grad", accumulate_into_main_grad),
+        ):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: {value!r} is not a bool")
         for name, value in (("hidden", hidden), ("intermediate", intermediate)):
             if value < 1:
                 raise ValueError(f"{name}: {value} is not positive")
+        ranks = (group or default_group()).ranks
         if experts < 1 or experts % ranks:
             raise ValueError(f"experts: {experts} is not a multiple of the group's {ranks} ranks")
         if not 1 <= topk <= min(experts, 64):
@@ -98,8 +104,13 @@ class MoELayer(nn.Module):
             raise ValueError(f"shared_intermediate: {shared_intermediate} is negative")
         if shared_gate and not shared_intermediate:
             raise ValueError("shared_gate: there is no shared expert to scale")
-        if swiglu_limit is not None and not swiglu_limit > 0:
-            raise ValueError(f"swiglu_limit: {swiglu_limit} is not positive")
+        if swiglu_limit is not None:
+            if isinstance(swiglu_limit, bool) or not isinstance(swiglu_limit, int | float):
+                raise TypeError(f"swiglu_limit: {swiglu_limit!r} is not a number")
+            if not swiglu_limit > 0:
+                raise ValueError(f"swiglu_limit: {swiglu_limit} is not positive")
+        if not isinstance(layout, str):
+            raise TypeError(f"layout: {layout!r} is not a string")
         if layout not in LAYOUTS:
             raise ValueError(f"layout: {layout!r} is none of {', '.join(LAYOUTS)}")
         for name, value in (("dtype", dtype), ("compute_dtype", compute_dtype)):
@@ -109,6 +120,17 @@ class MoELayer(nn.Module):
             if not isinstance(router, RouterConfig):
                 raise TypeError(f"router: {router!r} is no RouterConfig")
             router.check(experts, topk)
+        if device is not None:
+            if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+                raise TypeError(f"device: {device!r} is no device")
+            try:
+                torch.device(device)
+            except RuntimeError as error:
+                raise ValueError(f"device: {error}") from None
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype: the default, {dtype}, is none of {DTYPES}")
+        self.group = group
         self.hidden, self.intermediate, self.experts, self.topk = (
             hidden,
             intermediate,
@@ -155,6 +177,8 @@ class MoELayer(nn.Module):
 
         Raises ValueError, which lists the names.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name: {name!r} is not a string")
         p = preset(name)
         fields = {
             "hidden": p.hidden,

@@ -1,6 +1,6 @@
 """From router logits to the ids and weights of the experts that each token goes to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,12 @@ class RouterConfig:
     bias: bool = False
 
     def check(self, experts: int, topk: int) -> None:
-        """Raises ValueError, naming the field, unless `topk` of `experts` can be chosen."""
+        """Raises TypeError or ValueError, naming the field, unless `topk` can be chosen."""
+        for field in fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+            if not fits or (isinstance(value, bool) and kind is not bool):
+                raise TypeError(f"{field.name}: {value!r} is no {kind.__name__}")
         if self.scoring not in SCORINGS:
             raise ValueError(f"scoring: {self.scoring!r} is none of {', '.join(SCORINGS)}")
         if self.group_score not in ("top2", "max"):

@@ -344,6 +344,11 @@ def settings_differ(rank, which):
     try:
         if which == "options":
             mok.init(max_tokens=4, options=mok.Options(ring_rows=128 * rank))
+        elif which == "bad":
+            mok.init(max_tokens="a" if rank else 4)
+        elif which == "bad reserve":
+            group = mok.new_group(max_tokens=4)
+            group.reserve(4 if rank else -1)
         elif which == "max_tokens":
             message = str(mok.init(max_tokens=4 + rank).max_tokens)
         elif which == "none":
@@ -353,7 +358,7 @@ def settings_differ(rank, which):
             mok.MoELayer(8, 4, 3, 1)
         else:
             mok.MoELayer(8, 4, 2, 1)
-    except (ValueError, RuntimeError) as e:
+    except (TypeError, ValueError, RuntimeError) as e:
         message = f"{type(e).__name__}: {e}"
     return message
 
@@ -364,6 +369,14 @@ def start_without_init(which):
 
 def test_set_up_is_agreed_by_all_ranks():
     assert start_without_init("max_tokens") == ["5", "5"]
+    assert start_without_init("bad") == [
+        "ValueError: max_tokens: 'a' is not an integer (on rank 1)",
+        "TypeError: max_tokens: 'a' is not an integer",
+    ]
+    assert start_without_init("bad reserve") == [
+        "ValueError: max_tokens: -1 is negative",
+        "ValueError: max_tokens: -1 is negative (on rank 0)",
+    ]
     for which, text in (
         ("options", "ValueError: options"),
         ("none", "ValueError: max_tokens: needed"),
