@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/gemm_tile.cuh"
@@ -12,7 +13,8 @@ namespace {
 
 using namespace mok::cuda;
 
-constexpr int kProducts = 2;
+constexpr int kMaps = 8, kProducts = 4;
+using BenchProducts = Products<kMaps, kProducts>;
 
 struct Control {
   uint32_t ticket;
@@ -20,7 +22,8 @@ struct Control {
   unsigned long long cycles;  // of the slowest block
 };
 
-// Tickets index a list; down tiles wait until all gate-up tiles of their rows are counted in.
+// Tickets index a list; a task may wait for a counter, as down tiles do for the gate-up tiles of
+// their rows.
 struct ListHooks {
   const TileTask* tasks;
   uint32_t count;
@@ -68,8 +71,9 @@ __device__ void watch(BenchShared& shared, Control* control, uint64_t limit_ns) 
   atomicMax(&control->cycles, static_cast<unsigned long long>(clock64() - cycles));
 }
 
+template <bool kBackward>
 __global__ void __launch_bounds__(kThreads, 1)
-    tile_kernel(const __grid_constant__ Products<kProducts> products,
+    tile_kernel(const __grid_constant__ BenchProducts products,
                 const __grid_constant__ ListHooks list, uint64_t limit_ns) {
   extern __shared__ uint8_t raw[];
   BenchShared& shared = *reinterpret_cast<BenchShared*>(raw);
@@ -87,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t lane = threadIdx.x % kWarp;
     switch (static_cast<ProducerWarp>(__shfl_sync(~0u, threadIdx.x / kWarp, 0))) {
       case ProducerWarp::load:
-        if (lane == 0) load_tiles(shared.tile, products, hooks);
+        if (lane == 0) load_tiles<kBackward>(shared.tile, products, hooks);
         break;
       case ProducerWarp::schedule:
         schedule_tasks(shared.tile, hooks);
@@ -104,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     ptx::raise_registers<kConsumerRegisters>();
-    TileConsumer<kProducts>(shared.tile, products, group - 1).run();
+    TileConsumer<kBackward, BenchProducts>(shared.tile, products, group - 1).run();
   }
 }
 
@@ -112,53 +116,48 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" {
 
+struct BenchTensor {  // bf16 [experts, rows, columns]
+  const void* data;
+  int64_t columns, rows, experts, row_stride, expert_stride;
+};
+
 struct TileBench {
-  const void *x, *w_gate, *w_up, *w_down;
-  void *hidden, *gate, *up;
-  const void *row_destination, *tasks;
-  void *control, *counters;  // Control; one uint32 a tile of rows, then one more
-  int64_t rows, experts, hidden_size, intermediate, gate_expert_stride, task_count, counter_count;
+  const BenchTensor* tensors;  // the maps
+  const Product* products;
+  const void* tasks;         // device
+  void *control, *counters;  // Control; one uint32 a counter
+  int64_t tensor_count, product_count, task_count, counter_count;
   float limit;
-  int32_t blocks;
+  int32_t blocks, backward;
 };
 
 // 0, or a CUDA error, or -1 if a tensor map could not be made.
 int tile_bench_launch(const TileBench* b, void* stream_pointer) {
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
-  Products<kProducts> p{};
+  BenchProducts p;
   p.swiglu_limit = b->limit;
-  const int64_t h = b->hidden_size, i = b->intermediate;
-  const BoxedTensor x{b->x, 2, h, b->rows, 1, h, 0, 64};
-  const BoxedTensor gate{b->w_gate, 3, h, i, b->experts, h, b->gate_expert_stride, 64};
-  BoxedTensor up = gate;
-  up.data = b->w_up;
-  const BoxedTensor hidden{b->hidden, 2, i, b->rows, 1, i, 0, 64};
-  const BoxedTensor down{b->w_down, 3, i, h, b->experts, i, h * i, 64};
-  Product& gu = p.product[0];
-  Product& d = p.product[1];
-  if (!encode_tensor_map(&gu.a, x) || !encode_tensor_map(&gu.b_low, gate) ||
-      !encode_tensor_map(&gu.b_high, up) || !encode_tensor_map(&d.a, hidden) ||
-      !encode_tensor_map(&d.b_low, down) || !encode_tensor_map(&d.b_high, down)) {
-    return -1;
+  for (int64_t i = 0; i < b->tensor_count; ++i) {
+    const BenchTensor& t = b->tensors[i];
+    if (!encode_tensor_map(&p.map[i], {t.data, 3, t.columns, t.rows, t.experts, t.row_stride,
+                                       t.expert_stride, 64})) {
+      return -1;
+    }
   }
-  gu.hidden = static_cast<__nv_bfloat16*>(b->hidden);
-  gu.gate = static_cast<__nv_bfloat16*>(b->gate);
-  gu.up = static_cast<__nv_bfloat16*>(b->up);
-  gu.row_elements = i;
-  d.row_destination = static_cast<const uint64_t*>(b->row_destination);
-
+  std::copy(b->products, b->products + b->product_count, p.product);
   const ListHooks list{static_cast<const TileTask*>(b->tasks), uint32_t(b->task_count),
                        static_cast<Control*>(b->control), static_cast<uint32_t*>(b->counters),
                        nullptr};
   cudaMemsetAsync(b->control, 0, sizeof(Control), stream);
   cudaMemsetAsync(b->counters, 0, sizeof(uint32_t) * b->counter_count, stream);
-  cudaError_t error = cudaFuncSetAttribute(tile_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  const auto kernel = b->backward ? tile_kernel<true> : tile_kernel<false>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            sizeof(BenchShared));
   if (error != cudaSuccess) return error;
-  tile_kernel<<<b->blocks, kThreads, sizeof(BenchShared), stream>>>(p, list, 2'000'000'000);
+  kernel<<<b->blocks, kThreads, sizeof(BenchShared), stream>>>(p, list, 2'000'000'000);
   return cudaGetLastError();
 }
 
+int tile_bench_product_size() { return sizeof(Product); }
 int tile_bench_task_size() { return sizeof(TileTask); }
 int tile_bench_shared_size() { return sizeof(TileShared); }
 }

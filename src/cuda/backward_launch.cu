@@ -1,11 +1,8 @@
-// Starts the backward kernel.
-#include "cuda/launch.h"
-#include "mok/error.h"
+#include "cuda/backward_hooks.cuh"
+#include "cuda/layer_launch.cuh"
 
 namespace mok::cuda {
 
-void launch_backward(const BackwardLaunch&) {
-  throw Error(ErrorCode::unsupported, "backward is not there yet on CUDA");
-}
+void launch_backward(const BackwardLaunch& l) { launch_layer<Backward>(l); }
 
 }  // namespace mok::cuda

@@ -1,12 +1,17 @@
 // Epilogue of a tile, cut into slots that run between the wgmma groups of the next tile.
 //
 // At a tile's end the fp32 accumulators become 64 registers of bf16 pairs (one rounding). Then 16
-// slots store them, 8 rows x 64 columns of each warp at a time. Slot 4q + part, q = 2 * column
-// group + row half:
+// slots store them, a part of the columns of 8 rows of each warp at a time.
 //
-//   part 0      gate_up: gate (if kept)                            down: columns   0 .. 127
-//   part 1      gate_up: up (if kept)                              down: columns 128 .. 255
-//   part 2, 3   gate_up: hidden, computed in two halves            down: nothing
+//   gate_up, down, d_input, weight_grad: 64 columns in slot 4q + part, q = 2 * column group + row
+//   half:
+//     part 0      gate_up: gate (if kept)                 others: columns   0 .. 127
+//     part 1      gate_up: up (if kept)                   others: columns 128 .. 255
+//     part 2, 3   gate_up: hidden, computed in two halves others: nothing
+//   d_hidden: 32 columns in slot 4q + part, chunk 3q + part = 2 * column group + row half, part <
+//   3;
+//     g and u of the next chunk are asked for a slot ahead, into registers that its 192 columns
+//     leave free.
 //
 // The four lanes that share a row exchange words until each has 16 contiguous bytes. Shuffles, not
 // staging: two warpgroups' operands and the tensor loads fill the bandwidth of shared memory.
@@ -17,6 +22,7 @@
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/swiglu.cuh"
 #include "cuda/tile_types.cuh"
 
 namespace mok::cuda {
@@ -30,9 +36,10 @@ struct PackedTile {
 
   __device__ __forceinline__ uint32_t pair(int j, int half) const { return word[2 * j + half]; }
 
+  template <int kColumns>
   __device__ __forceinline__ void pack(const float (&acc)[kTileN / 2]) {
 #pragma unroll
-    for (int i = 0; i < kPackedRegisters; ++i) {
+    for (int i = 0; i < kColumns / 4; ++i) {
       word[i] = ptx::pack_bf16(acc[2 * i], acc[2 * i + 1]);
     }
   }
@@ -43,60 +50,43 @@ struct PackedTile {
       word[kPackedRegisters / 2 + i] = word[kPackedRegisters / 4 + i];
     }
   }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kPackedRegisters; ++i) word[i] = 0;
+  }
+
+  // d_hidden: what the registers behind its 192 columns hold.
+  static constexpr int kNextGate = kTileInterGrad / 4, kNextUp = kNextGate + 4;
+  static constexpr int kWeight = kNextUp + 4, kDot = kWeight + 2;  // of both row halves
 };
 
-// min and max that let NaN through, as the contract asks.
-__device__ __forceinline__ float min_nan(float a, float b) {
-  float r;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-
-// silu(g) * u in fp32, g / (1 + exp(-g)) as IEEE orders it: silu(-inf) = -inf / inf = NaN,
-// silu(inf) = inf, NaN stays. Relative error about 1e-6 for |g| < 20, growing as |g| * 6e-8 below
-// that; under g = -87 the true value (< 1e-36) is flushed to -0.
-__device__ __forceinline__ float swiglu(float g, float u) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  float e, s;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(g * -kLog2e));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
-  return g * s * u;
-}
-
-// Pairs of bf16.
-__device__ __forceinline__ uint32_t swiglu_pair(uint32_t g, uint32_t u, float limit) {
-  float g0 = __uint_as_float(g << 16), g1 = __uint_as_float(g & 0xffff0000u);
-  float u0 = __uint_as_float(u << 16), u1 = __uint_as_float(u & 0xffff0000u);
-  g0 = min_nan(g0, limit), g1 = min_nan(g1, limit);
-  u0 = max_nan(min_nan(u0, limit), -limit), u1 = max_nan(min_nan(u1, limit), -limit);
-  return ptx::pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
-}
-
 // One warp's pending tile: packed results and where they go.
-template <int kProducts>
+template <class Products, bool kBackward>
 class PendingTile {
  public:
   PackedTile packed;
 
-  __device__ __forceinline__ explicit PendingTile(const Products<kProducts>& products)
-      : products_(products), lane_(threadIdx.x % kWarp) {}
+  __device__ __forceinline__ explicit PendingTile(const Products& products) : products_(products) {}
 
-  // Before the last wait for products: finds the addresses, and for a down tile asks for the row
-  // destinations, which are here when its first slot is due.
+  // Before the last wait for products: finds the addresses, and asks for what the first slots need:
+  // row destinations, or router weights and the first g and u.
   __device__ __forceinline__ void prepare(const TileTask& task) {
     const Product& product = products_.product[task.product];
-    const bool gate_up = task.kind == TaskKind::gate_up;
-    // Volatile: computed here, for each tile; kept over the loop it would cost two registers.
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const uint32_t thread = fresh_thread();
     const int row = (thread - kWarpgroup) / kWarp * 16 + thread % kWarp / 4;  // and 8 rows below
-    flags_ = (gate_up ? kGateUp : 0) | static_cast<uint32_t>(task.product) << kProductShift;
-    const uint32_t column = (task.col0 + lane_ % 4 * 8) * 2;
+    const uint32_t column = (task.col0 + thread % 4 * 8) * 2;                 // in bytes
+    flags_ = static_cast<uint32_t>(task.product) << kProductShift |
+             static_cast<uint32_t>(task.kind) << kKindShift | thread % 4 * kLane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half < task.rows) flags_ |= kRow << half;
+      if (row + 8 * half < task.save_rows) flags_ |= kKeptRow << half;
+    }
+    if (kBackward && task.kind == TaskKind::d_hidden) {
+      return prepare_d_hidden(task, product, row, column);
+    }
+
+    const bool gate_up = task.kind == TaskKind::gate_up;
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       const bool low = group * kGroupN < task.cols;
@@ -104,19 +94,22 @@ class PendingTile {
       const bool kept = low && task.save_rows > 0;
       if (gate_up ? kept : low) flags_ |= kPart0 << group;
       if (gate_up ? kept : high) flags_ |= kPart1 << group;
-      if (gate_up && low) flags_ |= kHidden << group;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (row + 8 * half < task.rows) flags_ |= kRow << half;
-      if (row + 8 * half < task.save_rows) flags_ |= kKeptRow << half;
+      if (gate_up && low && (!kBackward || product.gate_up.hidden != nullptr)) {
+        flags_ |= kHidden << group;
+      }
     }
     if (gate_up) {
-      const uint32_t row_bytes = static_cast<uint32_t>(product.row_elements) * 2;
-      first_ = reinterpret_cast<uint64_t>(product.hidden) + column +
+      const uint32_t row_bytes = static_cast<uint32_t>(product.gate_up.row_elements) * 2;
+      first_ = reinterpret_cast<uint64_t>(product.gate_up.hidden) + column +
                uint64_t{row_bytes} * (task.row0 + row);
-      second_ = reinterpret_cast<uint64_t>(product.gate) + column +
+      second_ = reinterpret_cast<uint64_t>(product.gate_up.gate) + column +
                 uint64_t{row_bytes} * (task.save_row0 + row);
+    } else if (kBackward && task.kind == TaskKind::weight_grad) {
+      const int64_t element = task.expert * product.weight_grad.expert_elements +
+                              (task.row0 + row) * product.weight_grad.row_elements;
+      const uint64_t upper = reinterpret_cast<uint64_t>(product.weight_grad.out) + element * 2;
+      first_ = flags_ & kRow ? upper : 0;
+      second_ = flags_ & kRow << 1 ? upper + product.weight_grad.row_elements * 16 : 0;
     } else {
       const uint64_t* table = product.row_destination + task.save_row0 + row;
       first_ = flags_ & kRow ? ptx::load_relaxed_gpu(table) : 0;
@@ -124,10 +117,18 @@ class PendingTile {
     }
   }
 
-  __device__ __forceinline__ bool is_gate_up() const { return flags_ & kGateUp; }
+  __device__ __forceinline__ TaskKind kind() const {
+    return static_cast<TaskKind>(flags_ >> kKindShift & 0xff);
+  }
 
-  template <int kSlot>
+  // kForward: the tile may be a gate_up tile.
+  template <int kSlot, bool kForward>
   __device__ __forceinline__ void run_slot(const TileTask& task) {
+    if (kBackward && kind() == TaskKind::d_hidden) {
+      if constexpr (kBackward && kSlot % 4 < 3) run_chunk<kSlot / 4 * 3 + kSlot % 4>(task);
+      return;
+    }
+    if constexpr (!kForward && kSlot % 4 >= 2) return;
     constexpr int kPart = kSlot % 4;
     constexpr int kQuarter = kSlot / 4;
     constexpr int kGroup = kQuarter / 2;
@@ -139,14 +140,14 @@ class PendingTile {
     constexpr int kCount = kPart < 2 ? 8 : 4;
     uint64_t to;
     bool valid;
-    if (is_gate_up()) {
-      to = (kPart < 2 ? second_ : first_) + kRowHalf * 16 * product().row_elements;
+    if (kForward && kind() == TaskKind::gate_up) {
+      to = (kPart < 2 ? second_ : first_) + kRowHalf * 16 * product().gate_up.row_elements;
       if constexpr (kPart == 1) to += up_minus_gate();
       valid = flags_ & (kPart < 2 ? kKeptRow : kRow) << kRowHalf;
     } else {
       to = kRowHalf == 0 ? first_ : second_;
       valid = to != 0;
-      to += (task.col0 + lane_ % 4 * 8 + kPart * kHalfN) * 2;
+      to += (task.col0 + flags_ / kLane % 4 * 8 + kPart * kHalfN) * 2;
     }
     to += (kGroup * kGroupN + kFirst * 8) * 2;
 #pragma unroll
@@ -167,18 +168,103 @@ class PendingTile {
  private:
   static constexpr uint32_t kPart0 = 1, kPart1 = 1 << 2, kHidden = 1 << 4;  // << column group
   static constexpr uint32_t kRow = 1 << 8, kKeptRow = 1 << 12;              // << row half
-  static constexpr uint32_t kGateUp = 1 << 16;
-  static constexpr int kProductShift = 24;
+  static constexpr int kGroupsMask = 7;  // d_hidden, in place of the parts: groups of 32 columns
+  static constexpr uint32_t kLane = 1 << 14;  // lane % 4, two bits
+  static constexpr int kKindShift = 16, kProductShift = 24;
+  static constexpr int kChunkColumns = 32, kChunks = kTileInterGrad / kChunkColumns * 2;
 
   __device__ __forceinline__ const Product& product() const {
     return products_.product[flags_ >> kProductShift];
   }
   __device__ __forceinline__ uint64_t up_minus_gate() const {
-    return reinterpret_cast<uint64_t>(product().up) - reinterpret_cast<uint64_t>(product().gate);
+    return reinterpret_cast<uint64_t>(product().gate_up.up) -
+           reinterpret_cast<uint64_t>(product().gate_up.gate);
   }
+
+  // first_, second_: byte offsets of the lane's place in gate (and up) and in d_gate (and the
+  // rest).
+  __device__ __forceinline__ void prepare_d_hidden(const TileTask& task, const Product& product,
+                                                   int row, uint32_t column) {
+    flags_ |= static_cast<uint32_t>(task.cols) / kChunkColumns;
+    const uint32_t row_bytes = static_cast<uint32_t>(product.d_hidden.row_elements) * 2;
+    first_ =
+        uint64_t{row_bytes} * ((product.gate_in_ring ? task.row0 : task.save_row0) + row) + column;
+    second_ = uint64_t{row_bytes} * (task.row0 + row) + column;
+    const float* weight = product.d_hidden.row_weight;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool valid = flags_ & kRow << half && weight != nullptr;
+      packed.word[PackedTile::kWeight + half] = __float_as_uint(
+          valid ? ptx::load_relaxed_gpu(weight + task.save_row0 + row + 8 * half) : 1.0f);
+      packed.word[PackedTile::kDot + half] = 0;
+    }
+    ask_for<0>();
+  }
+
+  // g and u of a chunk. Not through L1: they may have been written in this call.
+  template <int kChunk>
+  __device__ __forceinline__ void ask_for() {
+    constexpr int kGroup = kChunk / 2, kHalf = kChunk % 2;
+    if (kGroup >= static_cast<int>(flags_ & kGroupsMask) || (flags_ & kRow << kHalf) == 0) return;
+    const uint64_t at =
+        first_ + kHalf * 16 * int64_t{product().d_hidden.row_elements} + kGroup * kChunkColumns * 2;
+    uint32_t* next = packed.word + PackedTile::kNextGate;
+    ptx::load_global_16(next, reinterpret_cast<const uint8_t*>(product().d_hidden.gate) + at);
+    ptx::load_global_16(next + 4, reinterpret_cast<const uint8_t*>(product().d_hidden.up) + at);
+  }
+
+  template <int kChunk>
+  __device__ __forceinline__ void run_chunk(const TileTask& task) {
+    constexpr int kGroup = kChunk / 2, kHalf = kChunk % 2;
+    if (kGroup >= static_cast<int>(flags_ & kGroupsMask)) return;
+    uint32_t m[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[i] = packed.pair(4 * kGroup + i, kHalf);
+    const uint4 d_h = transpose(m);
+    const uint32_t d[4] = {d_h.x, d_h.y, d_h.z, d_h.w};
+    const bool valid = flags_ & kRow << kHalf;
+    const float w = __uint_as_float(packed.word[PackedTile::kWeight + kHalf]);
+    float dot = __uint_as_float(packed.word[PackedTile::kDot + kHalf]);
+    uint32_t d_gate[4], d_up[4], hidden[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const SwigluGrads out = swiglu_grad_pair(packed.word[PackedTile::kNextGate + i],
+                                               packed.word[PackedTile::kNextUp + i], d[i], w,
+                                               products_.swiglu_limit, &dot);
+      d_gate[i] = valid ? out.d_gate : 0;
+      d_up[i] = valid ? out.d_up : 0;
+      hidden[i] = valid ? out.weighted_hidden : 0;
+    }
+    packed.word[PackedTile::kDot + kHalf] = __float_as_uint(dot);
+    if (flags_ & kKeptRow << kHalf) {
+      const uint64_t at = second_ + kHalf * 16 * int64_t{product().d_hidden.row_elements} +
+                          kGroup * kChunkColumns * 2;
+      const auto store = [&](__nv_bfloat16* base, const uint32_t (&v)[4]) {
+        ptx::store_global_16(reinterpret_cast<uint8_t*>(base) + at, uint4{v[0], v[1], v[2], v[3]});
+      };
+      store(product().d_hidden.d_gate, d_gate);
+      store(product().d_hidden.d_up, d_up);
+      store(product().d_hidden.hidden, hidden);
+    }
+    if constexpr (kChunk + 1 < kChunks) ask_for<kChunk + 1>();
+    // The last chunk of these rows: the quad's sums become the tile's part of the router gradient.
+    if (kGroup + 1 == static_cast<int>(flags_ & kGroupsMask)) store_dot(task, kHalf, dot);
+  }
+
+  __device__ __forceinline__ void store_dot(const TileTask& task, int half, float dot) {
+    dot += __shfl_xor_sync(~0u, dot, 1);
+    dot += __shfl_xor_sync(~0u, dot, 2);
+    float* partials = product().d_hidden.partials;
+    if (partials == nullptr || (flags_ & 3 * kLane) != 0 || (flags_ & kRow << half) == 0) return;
+    const uint32_t thread = fresh_thread();
+    const int row = (thread - kWarpgroup) / kWarp * 16 + thread % kWarp / 4 + 8 * half;
+    partials[int64_t{task.row0 + row} * product().d_hidden.partial_columns +
+             task.col0 / kTileInterGrad] = dot;
+  }
+
   // Lane t of a quad has 4 bytes of each of four 16-byte chunks; it gets the whole of chunk t.
   __device__ __forceinline__ uint4 transpose(const uint32_t (&m)[4]) const {
-    const bool odd = lane_ & 1, upper = lane_ & 2;
+    const bool odd = flags_ & kLane, upper = flags_ & 2 * kLane;
     const uint32_t a = __shfl_xor_sync(~0u, odd ? m[0] : m[1], 1);
     const uint32_t b = __shfl_xor_sync(~0u, odd ? m[2] : m[3], 1);
     const uint32_t a0 = odd ? a : m[0], a1 = odd ? m[1] : a;  // chunk 0 or 1, two lanes' words
@@ -188,11 +274,11 @@ class PendingTile {
     return upper ? uint4{c0, c1, b0, b1} : uint4{a0, a1, c0, c1};
   }
 
-  const Products<kProducts>& products_;
-  const uint32_t lane_;
-  // gate_up: the lane's place in hidden and in gate. down: destinations of the lane's row and of
-  // the row 8 below. What else a slot needs comes from shared or constant memory: with a few more
-  // registers in use here, the compiler waits for every single wgmma (warning C7511).
+  const Products& products_;
+  // gate_up: the lane's place in hidden and in gate. down, d_input, weight_grad: destinations of
+  // the lane's row and of the row 8 below. What else a slot needs comes from shared or constant
+  // memory: with a few more registers in use here, the compiler waits for every single wgmma
+  // (warning C7511).
   uint64_t first_, second_;
   uint32_t flags_;
 };

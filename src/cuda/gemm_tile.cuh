@@ -20,9 +20,8 @@
 // row, warpgroup or column width it falls in.
 #pragma once
 
-#include <utility>
-
 #include "cuda/epilogue.cuh"
+#include "cuda/gradient_store.cuh"
 #include "cuda/pipeline.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/memory.cuh"
@@ -82,8 +81,8 @@ __device__ __forceinline__ void land_loads(TileShared& shared, const RingCursor<
 }
 
 // One thread.
-template <int kProducts, class Hooks>
-__device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kProducts>& products,
+template <bool kBackward, class Products, class Hooks>
+__device__ __forceinline__ void load_tiles(TileShared& shared, const Products& products,
                                            Hooks& hooks) {
   RingCursor<kTaskSlots> task_at;
   RingCursor<kStages> stage;
@@ -91,14 +90,21 @@ __device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kP
     const TileTask task = shared.task[task_at.slot()];
     if (task.kind == TaskKind::stop) return;
     const Product& product = products.product[task.product];
-    const bool both_halves = task.rows > kHalfM;
-    const int side =
-        (task.shape_of().narrow() ? kTileN / 4 : kTileN / 2) / kGroupN;  // loads from each map
-    const int high_row = task.kind == TaskKind::gate_up ? task.col0 : task.col0 + side * kGroupN;
-    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * side * kGroupBytesB;
+    const bool gate_up = task.kind == TaskKind::gate_up;
+    const bool over_rows = kBackward && a_is_transposed(task.kind);
+    const bool transposed_b = kBackward && b_is_transposed(task.kind);
+    const int a_boxes = task.rows > kHalfM ? 2 : 1;
+    const int columns = task.cols / kGroupN;  // boxes of B; twice in gate_up
+    // The first column of up stands behind the tile's columns of gate, whole or narrow.
+    const int side = task.shape_of().narrow() ? 1 : 2;
+    const int b_boxes = gate_up ? 2 * side : columns;
+    const uint32_t bytes = a_boxes * kHalfBytesA + b_boxes * kGroupBytesB;
     const int draw_at = task.steps > kDrawLead ? task.steps - kDrawLead : 0;
+    const int half_way = kBackward && task.kind == TaskKind::d_input ? task.steps / 2 : task.steps;
+    const int expert = over_rows ? 0 : task.expert;
 
     hooks.wait_ready(task);
+    if (task.steps == 0) shared.draw.arrive();
     for (int step = 0; step < task.steps; ++step) {
       if (step == draw_at) shared.draw.arrive();
       if (!wait(shared.empty[stage.slot()], stage.phase() ^ 1, shared.abort)) {
@@ -108,16 +114,20 @@ __device__ __forceinline__ void load_tiles(TileShared& shared, const Products<kP
       uint8_t* a = shared.a[stage.slot()];
       uint8_t* b = shared.b[stage.slot()];
       full->arrive_expect(bytes);
-      const int k = step * kTileK;
-      ptx::load_tensor_2d(a, &product.a, full, k, task.row0);
-      if (both_halves) {
-        ptx::load_tensor_2d(a + kHalfBytesA, &product.a, full, k, task.row0 + kHalfM);
+      const bool second = kBackward && step >= half_way;  // up, in d_input
+      const int k = (second ? step - half_way : step) * kTileK;
+      const CUtensorMap* map = &products.map[product.a[second]];
+      for (int i = 0; i < a_boxes; ++i) {
+        const int row = task.row0 + i * kHalfM;
+        ptx::load_tensor(a + i * kHalfBytesA, map, full, over_rows ? row : k,
+                         over_rows ? task.save_row0 + k : row, 0);
       }
-      for (int i = 0; i < side; ++i, b += kGroupBytesB) {
-        ptx::load_tensor_3d(b, &product.b_low, full, k, task.col0 + i * kGroupN, task.expert);
-      }
-      for (int i = 0; i < side; ++i, b += kGroupBytesB) {
-        ptx::load_tensor_3d(b, &product.b_high, full, k, high_row + i * kGroupN, task.expert);
+      map = &products.map[product.b[second]];
+      for (int i = 0; i < b_boxes; ++i, b += kGroupBytesB) {
+        const bool up = gate_up && i >= side;
+        const int column = task.col0 + (up ? i - side : i) * kGroupN;
+        ptx::load_tensor(b, up ? &products.map[product.b[1]] : map, full, transposed_b ? column : k,
+                         transposed_b ? (over_rows ? task.save_row0 + k : k) : column, expert);
       }
       stage.advance();
     }
@@ -141,12 +151,12 @@ __device__ __forceinline__ void publish_tiles(TileShared& shared, Hooks& hooks) 
 }
 
 // One of the consumer warpgroups.
-template <int kProducts>
+template <bool kBackward, class Products>
 class TileConsumer {
  public:
-  __device__ __forceinline__ TileConsumer(TileShared& shared, const Products<kProducts>& products,
+  __device__ __forceinline__ TileConsumer(TileShared& shared, const Products& products,
                                           uint32_t group)
-      : shared_(shared), group_(group), tile_(products) {}
+      : shared_(shared), products_(products), group_(group), tile_(products) {}
 
   __device__ __forceinline__ void run() {
     bool pending = false;  // tile_ holds the task before task_at_, not yet stored
@@ -164,7 +174,7 @@ class TileConsumer {
         return;
       }
       const TileTask::Shape shape = next_shape();
-      if (shape.stop()) return;
+      if (shape.kind() == TaskKind::stop) return;
 
       const TileTask& task = shared_.task[task_at_.slot()];
       if (is_idle(shape)) {
@@ -172,12 +182,19 @@ class TileConsumer {
         finish(task_at_.slot());
         task_at_.advance();
         next = look_ahead<1>();
+      } else if (kBackward && shape.steps() == 0) {
+        GradientStore(products_.product[task.product], task).store_nothing();
+        finish(task_at_.slot());
+        task_at_.advance();
+        next = look_ahead<1>();
       } else {
         float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
-        if (shape.narrow()) {
-          multiply_narrow(acc, shape.steps());
+        if (kBackward && shape.carried_in()) {
+          GradientStore(products_.product[task.product], task).carry_in(acc);
+          ptx::wgmma_settle(acc);
+          multiply_flat<TaskKind::weight_grad, kTileN>(acc, shape.steps(), true);
         } else {
-          multiply_whole(acc, shape.steps(), pending);
+          multiply(acc, shape, pending);
         }
         // While the last products are in flight.
         task_at_.advance();
@@ -186,9 +203,21 @@ class TileConsumer {
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(acc);
         release(stage_.slot_before(1));
-        tile_.packed.pack(acc);
-        if (shape.narrow() && tile_.is_gate_up()) tile_.packed.move_up();
         pending = true;
+        if (kBackward && shape.kind() == TaskKind::weight_grad) {
+          GradientStore store(products_.product[task.product], task);
+          if (store.in_fp32()) {
+            store.store(acc);
+            finish(task_at_.slot_before(1));
+            pending = false;
+          }
+        }
+        if (kBackward && shape.kind() == TaskKind::d_hidden) {
+          tile_.packed.template pack<kTileInterGrad>(acc);
+        } else {
+          tile_.packed.template pack<kTileN>(acc);
+        }
+        if (shape.narrow() && shape.kind() == TaskKind::gate_up) tile_.packed.move_up();
       }
     }
   }
@@ -216,9 +245,13 @@ class TileConsumer {
   __device__ __forceinline__ Next look_ahead() const {
     if (!look<kLooks>(shared_.task_full[task_at_.slot()], task_at_.phase())) return Next::unknown;
     const TileTask::Shape shape = next_shape();
-    const bool spread = !shape.stop() && !is_idle(shape) && !shape.narrow() &&
+    const bool spread = shape.spreads() && (!kBackward || may_spread(shape)) && !is_idle(shape) &&
                         look<kLooks>(shared_.full[stage_.slot()], stage_.phase());
     return spread ? Next::spread : Next::known;
+  }
+  // Recomputed tiles, rare in backward, neither spread nor take in what others spread.
+  __device__ __forceinline__ bool may_spread(TileTask::Shape shape) const {
+    return shape.kind() >= TaskKind::d_hidden && tile_.kind() >= TaskKind::d_hidden;
   }
   // One answer for the warp; every lane has acquired when it is true.
   template <int kLooks>
@@ -240,10 +273,15 @@ class TileConsumer {
   }
   __device__ __forceinline__ void finish_pending() { finish(task_at_.slot_before(1)); }
   __device__ __forceinline__ void store_pending() {
-    [&]<int... kSlot>(std::integer_sequence<int, kSlot...>) {
-      (tile_.template run_slot<kSlot>(pending_task()), ...);
-    }(std::make_integer_sequence<int, kEpilogueSlots>{});
+    store_from<0>();
     finish_pending();
+  }
+  template <int kSlot>
+  __device__ __forceinline__ void store_from() {
+    if constexpr (kSlot < kEpilogueSlots) {
+      tile_.template run_slot<kSlot, true>(pending_task());
+      store_from<kSlot + 1>();
+    }
   }
 
   __device__ __forceinline__ void pass(int steps) {
@@ -254,14 +292,19 @@ class TileConsumer {
     }
   }
 
-  template <class Issue>
-  __device__ __forceinline__ void issue_step(Issue&& issue) {
+  // Waits for the next stage and issues its products; `add`: to what acc holds.
+  template <TaskKind kKind, int kColumns>
+  __device__ __forceinline__ void issue_step(float (&acc)[kTileN / 2], bool add) {
     wait(shared_.full[stage_.slot()], stage_.phase(), shared_.abort);
     ptx::wgmma_fence();
-    const ptx::Operand a(ptx::shared_address(shared_.a[stage_.slot()]) + group_ * kHalfBytesA);
-    const ptx::Operand b(ptx::shared_address(shared_.b[stage_.slot()]));
+    const ptx::Operand<a_is_transposed(kKind)> a(ptx::shared_address(shared_.a[stage_.slot()]) +
+                                                 group_ * kHalfBytesA);
+    const ptx::Operand<b_is_transposed(kKind)> b(ptx::shared_address(shared_.b[stage_.slot()]));
 #pragma unroll
-    for (int k = 0; k < kTileK; k += 16) issue(k, a.at(k), b.at(k));
+    for (int k = 0; k < kTileK; k += 16) {
+      ptx::wgmma<kColumns, a_is_transposed(kKind), b_is_transposed(kKind)>(acc, a.at(k), b.at(k),
+                                                                           k > 0 || add);
+    }
     ptx::wgmma_commit();
     stage_.advance();
   }
@@ -271,42 +314,69 @@ class TileConsumer {
     release(stage_.slot_before(2));
   }
 
-  // All columns of the tile. The pending tile's slots run while products are in flight, spread
-  // evenly: slot s after step s * steps / kEpilogueSlots.
-  __device__ __forceinline__ void multiply_whole(float (&acc)[kTileN / 2], int steps,
-                                                 bool pending) {
-    issue_step([&](int k, uint64_t a, uint64_t b) { ptx::wgmma_n256(acc, a, b, k > 0); });
-    int step = 1;
-    auto advance_to = [&](int end) {
-      for (; step < end; ++step) {
-        issue_step([&](int, uint64_t a, uint64_t b) { ptx::wgmma_n256(acc, a, b, 1); });
-        retire_step();
+  // The whole product of a tile; kinds differ in how their operands lie and in columns.
+  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                           bool pending) {
+    if constexpr (!kBackward) {
+      multiply_as<TaskKind::down>(acc, shape, pending);
+    } else {
+      switch (shape.kind()) {
+        case TaskKind::d_hidden:
+          return multiply_as<TaskKind::d_hidden>(acc, shape, pending);
+        case TaskKind::d_input:
+          return multiply_as<TaskKind::d_input>(acc, shape, pending);
+        case TaskKind::weight_grad:
+          return multiply_as<TaskKind::weight_grad>(acc, shape, pending);
+        default:  // recomputed
+          return multiply_flat<TaskKind::down, kTileN>(acc, shape.steps(), false);
       }
-    };
-    [&]<int... kSlot>(std::integer_sequence<int, kSlot...>) {
-      (
-          [&] {
-            advance_to(kSlot * steps / kEpilogueSlots + 1);
-            if (pending) tile_.template run_slot<kSlot>(pending_task());
-          }(),
-          ...);
-    }(std::make_integer_sequence<int, kEpilogueSlots>{});
-    if (pending) finish_pending();
-    advance_to(steps);
+    }
   }
-
-  // At most half of the columns; nothing is spread over so short a tile.
-  __device__ __forceinline__ void multiply_narrow(float (&acc)[kTileN / 2], int steps) {
-    issue_step([&](int k, uint64_t a, uint64_t b) { ptx::wgmma_n128(acc, a, b, k > 0); });
-    for (int step = 1; step < steps; ++step) {
-      issue_step([&](int, uint64_t a, uint64_t b) { ptx::wgmma_n128(acc, a, b, 1); });
+  template <TaskKind kKind>
+  __device__ __forceinline__ void multiply_as(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                              bool pending) {
+    constexpr int kColumns = product_columns(kKind);
+    if (shape.narrow()) {
+      multiply_flat<kKind, kTileN / 2>(acc, shape.steps(), false);
+    } else {
+      issue_step<kKind, kColumns>(acc, false);
+      int step = 1;
+      spread_from<kKind, 0>(acc, shape.steps(), pending, step);
+      if (pending) finish_pending();
+      advance_to<kKind, kColumns>(acc, step, shape.steps());
+    }
+  }
+  // Nothing is spread over it. `add`: acc holds sums already.
+  template <TaskKind kKind, int kColumns>
+  __device__ __forceinline__ void multiply_flat(float (&acc)[kTileN / 2], int steps, bool add) {
+    issue_step<kKind, kColumns>(acc, add);
+    int step = 1;
+    advance_to<kKind, kColumns>(acc, step, steps);
+  }
+  // The pending tile's slots run while products are in flight, spread evenly: slot s after step
+  // s * steps / kEpilogueSlots. By recursion: a lambda of this size would not be inlined, and the
+  // accumulators would go to memory.
+  template <TaskKind kKind, int kSlot>
+  __device__ __forceinline__ void spread_from(float (&acc)[kTileN / 2], int steps, bool pending,
+                                              int& step) {
+    if constexpr (kSlot < kEpilogueSlots) {
+      advance_to<kKind, product_columns(kKind)>(acc, step, kSlot * steps / kEpilogueSlots + 1);
+      if (pending) tile_.template run_slot<kSlot, !kBackward>(pending_task());
+      spread_from<kKind, kSlot + 1>(acc, steps, pending, step);
+    }
+  }
+  template <TaskKind kKind, int kColumns>
+  __device__ __forceinline__ void advance_to(float (&acc)[kTileN / 2], int& step, int end) {
+    for (; step < end; ++step) {
+      issue_step<kKind, kColumns>(acc, true);
       retire_step();
     }
   }
 
   TileShared& shared_;
+  const Products& products_;
   const uint32_t group_;
-  PendingTile<kProducts> tile_;
+  PendingTile<Products, kBackward> tile_;
   RingCursor<kTaskSlots> task_at_;
   RingCursor<kStages> stage_;
 };

@@ -46,6 +46,7 @@ plan::Geometry workspace_geometry(const LayerShape& shape, int ranks, const Opti
 LocalRank::LocalRank(int rank, int device, const plan::Geometry& geometry,
                      const plan::Layout& layout, void* block, const Options& options)
     : device_(device),
+      layout_(layout),
       local_(device, layout.local_bytes, name("local memory", rank)),
       tables_(device, table_bytes(geometry), name("tables", rank)) {
   if (block == nullptr) {
@@ -61,7 +62,7 @@ LocalRank::LocalRank(int rank, int device, const plan::Geometry& geometry,
   RankState& s = state_;
   s.g = geometry;
   s.g.rank = rank;
-  s.layout = layout;
+  std::copy(std::begin(layout.offset), std::end(layout.offset), s.offset);
   for (int c = 0; c < plan::kCounters; ++c) {
     s.counter_first[c] = plan::counter_offset(s.g, static_cast<plan::Counter>(c));
   }
@@ -86,22 +87,22 @@ LocalRank::LocalRank(int rank, int device, const plan::Geometry& geometry,
 }
 
 int64_t LocalRank::memory_bytes() const {
-  return state_.layout.symmetric_bytes + local_.bytes() + tables_.bytes() +
+  return layout_.symmetric_bytes + local_.bytes() + tables_.bytes() +
          (recomputed_ ? recomputed_->bytes() : 0);
 }
 
 void LocalRank::place_recomputed_rows(RankState& s) {
   const int gate = static_cast<int>(plan::Buffer::ring_gate);
   const int up = static_cast<int>(plan::Buffer::ring_up);
-  if (s.layout.bytes[gate] > 0) return;
+  if (layout_.bytes[gate] > 0) return;
   const int64_t bytes = int64_t{s.g.ring_tiles} * plan::kTileRows * s.g.intermediate * 2;
   if (!recomputed_) {
     const Uncaptured here;
     recomputed_.emplace(device_, 2 * bytes, name("recomputed rows", rank()));
   }
   // Buffers are found by their distance from `local`.
-  s.layout.offset[gate] = recomputed_->data() - s.local;
-  s.layout.offset[up] = s.layout.offset[gate] + bytes;
+  s.offset[gate] = recomputed_->data() - s.local;
+  s.offset[up] = s.offset[gate] + bytes;
 }
 
 void LocalRank::clear(cudaStream_t stream) {
@@ -116,7 +117,7 @@ void LocalRank::clear(cudaStream_t stream) {
   for (const plan::Buffer b :
        {plan::Buffer::control, plan::Buffer::flags, plan::Buffer::counters}) {
     uint8_t* base = plan::is_symmetric(b) ? block() : s.local;
-    zero(base + s.layout.offset[static_cast<int>(b)], s.layout.bytes[static_cast<int>(b)]);
+    zero(base + s.offset[static_cast<int>(b)], layout_.bytes[static_cast<int>(b)]);
   }
 }
 

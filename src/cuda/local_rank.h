@@ -42,6 +42,7 @@ class LocalRank {
     void operator()(void* p) const { cudaFreeHost(p); }
   };
   int device_;
+  plan::Layout layout_;
   std::optional<DeviceBlock> symmetric_;
   DeviceBlock local_, tables_;
   std::optional<DeviceBlock> recomputed_;

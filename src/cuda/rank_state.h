@@ -81,7 +81,8 @@ struct Tables {
 
 struct RankState {
   plan::Geometry g;  // without the tokens of other ranks, which the device learns
-  plan::Layout layout;
+  int64_t
+      offset[plan::kBuffers];  // plan::Layout's; its bytes would not fit eight ranks' parameters
   int32_t counter_first[plan::kCounters];  // plan::counter_offset
   Tables tables;
   Tickets* tickets;
@@ -115,11 +116,11 @@ struct RankState {
 
   template <class T>
   MOK_HD T* at(plan::Buffer b) const {
-    return reinterpret_cast<T*>(local + layout.offset[static_cast<int>(b)]);
+    return reinterpret_cast<T*>(local + offset[static_cast<int>(b)]);
   }
   template <class T>
   MOK_HD T* at(plan::Buffer b, int rank) const {
-    return reinterpret_cast<T*>(symmetric[rank] + layout.offset[static_cast<int>(b)]);
+    return reinterpret_cast<T*>(symmetric[rank] + offset[static_cast<int>(b)]);
   }
   MOK_HD Control* control(int rank) const { return at<Control>(plan::Buffer::control, rank); }
   MOK_HD int64_t* flag(plan::Counter c, int rank, int source) const {

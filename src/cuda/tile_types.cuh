@@ -8,6 +8,7 @@
 
 #include "cuda/pipeline.cuh"
 #include "cuda/ptx/barrier.cuh"
+#include "mok/layer.h"
 
 namespace mok::cuda {
 
@@ -15,8 +16,9 @@ namespace mok::cuda {
 inline constexpr int kTileM = 128;
 inline constexpr int kTileN = 256;
 inline constexpr int kTileK = 64;
-inline constexpr int kHalfM = 64;   // rows of one consumer warpgroup
-inline constexpr int kHalfN = 128;  // gate columns (and up columns) of a gate-up tile
+inline constexpr int kHalfM = 64;           // rows of one consumer warpgroup
+inline constexpr int kHalfN = 128;          // gate columns (and up columns) of a gate-up tile
+inline constexpr int kTileInterGrad = 192;  // columns of a d_hidden tile
 inline constexpr int kGroupN = 64;  // sizes are multiples of it; a load of B, an epilogue slot
 inline constexpr int kStages = 4;
 inline constexpr int kTaskSlots = 4;  // drawn, loading, multiplying, storing
@@ -29,62 +31,115 @@ inline constexpr int kThreads = (1 + kConsumerGroups) * kWarpgroup;
 inline constexpr int kProducerRegisters = 56;
 inline constexpr int kConsumerRegisters = 224;
 
+// The thread's number, read anew: what is computed from it is not kept over a loop, where it would
+// cost the consumers registers.
+__device__ __forceinline__ uint32_t fresh_thread() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Warps of warpgroup 0; warpgroups 1 and 2 consume.
 enum class ProducerWarp : int { load, schedule, publish, communicate };
 
-enum class TaskKind : int16_t { stop, gate_up, down };
+// What a tile of 128 rows computes; operands and results are in its Product.
+//   gate_up      128 + 128 columns: gate, up and h = silu(x w_gate^T) * (x w_up^T)
+//   down         256 columns of h w_down^T, each row stored at its own destination
+//   d_hidden     192 columns of d_h = d_y w_down, from which d_gate, d_up and w * h are made
+//   d_input      256 columns of d_gate w_gate + d_up w_up, one chain; rows stored as for down
+//   weight_grad  256 columns of rows^T rows, the contraction running over rows
+enum class TaskKind : int16_t { stop, gate_up, down, d_hidden, d_input, weight_grad };
 
-// gate_up: rows x cols of hidden = silu(x w_gate^T) * (x w_up^T); col0 and cols count gate columns.
-// down: rows x cols of hidden w_down^T, each row stored at its own destination.
+// Whether the rows (a box row each) of an operand run along the contraction.
+constexpr bool a_is_transposed(TaskKind kind) { return kind == TaskKind::weight_grad; }
+constexpr bool b_is_transposed(TaskKind kind) { return kind >= TaskKind::d_hidden; }
+// Columns that a whole tile multiplies at once.
+constexpr int product_columns(TaskKind kind) {
+  return kind == TaskKind::d_hidden ? kTileInterGrad : kTileN;
+}
+// Columns of the result that a whole tile covers: those of gate and up are the same.
+constexpr int result_columns(TaskKind kind) {
+  return kind == TaskKind::gate_up ? kHalfN : product_columns(kind);
+}
+
 // Drawn and decoded once by the scheduler; nobody else divides.
 struct alignas(16) TileTask {
   TaskKind kind;
-  int16_t product;       // index into Products
-  int32_t steps;         // K / kTileK
-  int32_t rows;          // valid rows, 1 .. kTileM
-  int32_t cols;          // valid columns, a multiple of kGroupN
-  int32_t row0;          // first row in A and in hidden
-  int32_t col0;          // first column of the result; row of the weight matrix
-  int32_t save_row0;     // first row in gate and up, or in the destination table
-  int32_t save_rows;     // gate_up: rows of the tile whose gate and up are kept
-  int32_t expert;        // third coordinate of the weight maps
+  int16_t product;    // index into Products
+  int32_t steps;      // of the contraction, kTileK each; 0: an expert without rows
+  int32_t rows;       // valid rows of the result, 1 .. kTileM
+  int32_t cols;       // valid columns, a multiple of kGroupN
+  int32_t row0;       // first row in A and in hidden, d_gate, d_up; of a gradient: in the matrix
+  int32_t col0;       // first column of the result; row of the weight matrix
+  int32_t save_row0;  // first row in gate and up, in the destination table or in row_weight; of a
+                      // weight gradient: first row of the contraction
+  int32_t save_rows;  // gate_up: rows of the tile whose gate and up are kept; d_hidden: rows to
+                      // write, those beyond `rows` as zeros; weight_grad: GradFlags
+  int32_t expert;     // third coordinate of the weight maps and gradients
   int32_t wait_counter;  // the last three are for the hooks alone
   int32_t wait_target;
   int32_t done_counter;
 
+  // Of a weight gradient: sums that come from or go to another window of the ring; a call with an
+  // id outside [-1, E), whose results are NaN.
+  enum GradFlags : int32_t { kCarryIn = 1, kCarryOut = 2, kBadCall = 4 };
+
   // What a consumer must know before it starts, in one word.
   struct Shape {
     uint32_t word;
-    __device__ __forceinline__ int steps() const { return static_cast<int>(word & 0xffff); }
-    __device__ __forceinline__ bool low_half_only() const { return word >> 16 & 1; }  // of rows
-    __device__ __forceinline__ bool narrow() const { return word >> 17 & 1; }  // half of kTileN
-    __device__ __forceinline__ bool stop() const { return word >> 18 & 1; }
+    __device__ __forceinline__ int steps() const { return static_cast<int>(word & 0xfffff); }
+    __device__ __forceinline__ bool low_half_only() const { return word >> 20 & 1; }  // of rows
+    __device__ __forceinline__ bool narrow() const { return word >> 21 & 1; }  // 128 columns do
+    __device__ __forceinline__ bool carried_in() const { return word >> 22 & 1; }
+    __device__ __forceinline__ bool spreads() const { return word >> 23 & 1; }
+    __device__ __forceinline__ TaskKind kind() const { return static_cast<TaskKind>(word >> 24); }
   };
   __device__ __forceinline__ Shape shape_of() const {
-    const int whole = kind == TaskKind::gate_up ? kHalfN : kTileN;
-    return {static_cast<uint32_t>(steps) | uint32_t{rows <= kHalfM} << 16 |
-            uint32_t{cols <= whole / 2} << 17 | uint32_t{kind == TaskKind::stop} << 18};
+    const bool narrow = cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
+    const bool low_half = rows <= kHalfM;
+    const bool carried_in = kind == TaskKind::weight_grad && (save_rows & kCarryIn) != 0;
+    const bool spreads = kind != TaskKind::stop && !narrow && !carried_in && steps > 0;
+    return {static_cast<uint32_t>(steps) | uint32_t{low_half} << 20 | uint32_t{narrow} << 21 |
+            uint32_t{carried_in} << 22 | uint32_t{spreads} << 23 |
+            static_cast<uint32_t>(kind) << 24};
   }
 };
 static_assert(sizeof(TileTask) == 48);
 
-// One product's operands and results. All maps: bf16, 128-byte swizzle, 64 columns a box.
+// A product's operands and results. Results are row-major bf16 with `row_elements` a row unless
+// said otherwise.
 struct Product {
-  CUtensorMap a;       // {K, rows}, box 64 x 64
-  CUtensorMap b_low;   // {K, N, experts}, box 64 x 64 x 1: gate, or down
-  CUtensorMap b_high;  // up, or down again
-  // gate_up: row-major, `row_elements` a row; gate and up are touched only where save_rows > 0.
-  __nv_bfloat16* hidden;
-  __nv_bfloat16* gate;
-  __nv_bfloat16* up;
-  int64_t row_elements;
-  // down: address of each row's result, local or in a peer; 0 = do not store.
-  const uint64_t* row_destination;
+  int8_t a[2], b[2];  // maps; the second ones are those of up: of b in gate_up, of both in d_input
+  bool gate_in_ring;  // d_hidden: gate and up stand where d_gate does, at row0
+  GradMode mode;      // weight_grad
+  union {
+    struct {
+      __nv_bfloat16 *hidden, *gate, *up;  // hidden: null = not wanted; gate, up: for kept rows
+      int64_t row_elements;
+    } gate_up;
+    // down, d_input: address of each row's result, local or in a peer; 0 = do not store.
+    const uint64_t* row_destination;
+    struct {
+      const __nv_bfloat16 *gate, *up;         // rows from save_row0 on
+      __nv_bfloat16 *d_gate, *d_up, *hidden;  // rows from row0 on; hidden: w * h
+      const float* row_weight;                // w, rows from save_row0 on; null: 1
+      float* partials;  // [rows from row0 on, columns / 192] sums of d_h * h; null: none
+      int32_t row_elements, partial_columns;
+    } d_hidden;
+    struct {
+      void* out;  // [experts, rows, columns] in the type that `mode` asks for
+      int64_t row_elements, expert_elements;
+      float* carry;  // [rows, columns] sums of the windows before
+      int32_t carry_elements;
+    } weight_grad;
+  };
 };
 
-// Kernel parameter (__grid_constant__): the copy engine reads the maps from it.
-template <int kProducts>
+// Kernel parameter (__grid_constant__): the copy engine reads the maps from it. All maps: bf16,
+// 128-byte swizzle, {columns, rows, experts} with boxes of 64 x 64 x 1.
+template <int kMaps, int kProducts>
 struct Products {
+  CUtensorMap map[kMaps];
   Product product[kProducts];
   float swiglu_limit;  // +infinity: none
 };

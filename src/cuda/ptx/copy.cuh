@@ -10,16 +10,8 @@
 
 namespace mok::cuda::ptx {
 
-__device__ __forceinline__ void load_tensor_2d(void* to, const CUtensorMap* map, Mbarrier* full,
-                                               int c0, int c1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(shared_address(full)), "r"(c0), "r"(c1)
-      : "memory");
-}
-__device__ __forceinline__ void load_tensor_3d(void* to, const CUtensorMap* map, Mbarrier* full,
-                                               int c0, int c1, int c2) {
+__device__ __forceinline__ void load_tensor(void* to, const CUtensorMap* map, Mbarrier* full,
+                                            int c0, int c1, int c2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),

@@ -23,6 +23,17 @@ __device__ __forceinline__ uint64_t load_relaxed_gpu(const uint64_t* p) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ float load_relaxed_gpu(const float* p) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+// Past L1. Without "memory": it may move among arithmetic, but not among the other volatile ones.
+__device__ __forceinline__ void load_global_16(uint32_t* to, const void* from) {
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "l"(from));
+}
 __device__ __forceinline__ int64_t load_acquire_system(const int64_t* p) {
   int64_t v;
   asm volatile("ld.acquire.sys.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");

@@ -1,0 +1,78 @@
+// Forward's tasks, from the plan to the tile core.
+#pragma once
+
+#include "cuda/layer_kernel.cuh"
+
+namespace mok::cuda {
+
+struct ForwardHooks : HooksBase {
+  static __device__ plan::TaskKind plan_kind(const TileTask& task) {
+    const bool shared = task.product >= kSharedGateUpProduct;
+    return task.kind == TaskKind::gate_up
+               ? (shared ? plan::TaskKind::shared_gate_up : plan::TaskKind::gate_up)
+               : (shared ? plan::TaskKind::shared_down : plan::TaskKind::down);
+  }
+
+  // Whole schedule warp.
+  __device__ bool next_task(TileTask& out) const {
+    const plan::Geometry& g = plan.g;
+    plan::Task task;
+    while (draw(&task)) {
+      if (task.kind == plan::TaskKind::sigma) continue;  // part of reduce here
+      if (task.kind == plan::TaskKind::announce_returned) {
+        announce(task);
+        continue;
+      }
+      const bool shared =
+          task.kind == plan::TaskKind::shared_gate_up || task.kind == plan::TaskKind::shared_down;
+      const bool gate_up =
+          task.kind == plan::TaskKind::gate_up || task.kind == plan::TaskKind::shared_gate_up;
+      const int inter = shared ? g.shared_intermediate : g.intermediate;
+      const int row = task.tile * plan::kTileRows;
+      const int width = gate_up ? inter : g.hidden;
+      const int tile_width = gate_up ? plan::kTileInter : plan::kTileHidden;
+      out.kind = gate_up ? TaskKind::gate_up : TaskKind::down;
+      out.product =
+          static_cast<int16_t>(shared ? (gate_up ? kSharedGateUpProduct : kSharedDownProduct)
+                                      : (gate_up ? kRoutedGateUp : kRoutedDown));
+      out.steps = (gate_up ? g.hidden : inter) / kTileK;
+      out.rows = shared ? min(g.own_tokens() - row, plan::kTileRows) : plan.s.tile[task.tile].rows;
+      out.col0 = task.column * tile_width;
+      out.cols = min(width - out.col0, tile_width);
+      out.row0 = shared ? row : plan::ring_row(plan, row);
+      out.save_row0 = row;
+      const bool kept = shared ? g.keep_shared : plan::is_saved(plan, task.tile);
+      out.save_rows = gate_up && kept ? out.rows : 0;
+      out.expert = shared ? 0 : plan.s.tile[task.tile].expert;
+      out.wait_counter = kNoCounter;
+      plan::for_each_wait(plan, task, [&](plan::Wait w) { set_wait(out, w); });
+      plan::for_each_signal(plan, task, [&](plan::Counter c, int index) {
+        if (c != plan::Counter::window_done) out.done_counter = entry(c, index);
+      });
+      return true;
+    }
+    return false;
+  }
+
+  __device__ void wait_ready(const TileTask& task) const {
+    HooksBase::wait_ready(task, plan_kind(task));
+  }
+
+  __device__ void publish(const TileTask& task) const {
+    // The red releases the tile's stores to this GPU; rows may have gone to others.
+    if (task.kind == TaskKind::down && rank.g.ranks > 1) ptx::fence_system();
+    ptx::add_release_gpu(at(task.done_counter), 1);
+    if (plan.s.windows <= 2 || task.product >= kSharedGateUpProduct) return;
+    const int tile = task.save_row0 / plan::kTileRows;
+    ptx::add_release_gpu(at(entry(plan::Counter::window_done, plan::window_of_tile(plan, tile))),
+                         1);
+  }
+};
+
+struct Forward {
+  static constexpr bool kBackward = false;
+  using Tensors = ForwardTensors;
+  using Hooks = ForwardHooks;
+};
+
+}  // namespace mok::cuda

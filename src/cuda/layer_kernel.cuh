@@ -1,0 +1,268 @@
+// A direction of the layer in one launch.
+//
+//   block of 384 threads, one per SM
+//     all            schedule tickets (schedule.cuh) until the rank's plan is complete
+//     warpgroup 0    load | schedule | publish | communicate     (gemm_tile.cuh, communicate.cuh)
+//     warpgroups 1,2 multiply and store tiles                    (gemm_tile.cuh, epilogue.cuh)
+//     warpgroups 1,2 reduce tickets, when no tile is left        (reduce.cuh)
+//     last block     zeroes counters and tickets for the next call
+//
+// Blocks of one launch are divided among the ranks that live on the GPU. Nothing waits for a
+// block: every wait is for tasks that stand earlier in the plan's order.
+#pragma once
+
+#include "cuda/communicate.cuh"
+#include "cuda/gemm_tile.cuh"
+#include "cuda/products.h"
+#include "cuda/reduce.cuh"
+#include "cuda/schedule.cuh"
+
+namespace mok::cuda {
+
+// A direction: kBackward, Tensors (its Products) and Hooks (from the plan's tasks to the tile
+// core's: forward_hooks.cuh, backward_hooks.cuh).
+template <class Direction, int kRanks>
+struct LayerParams {
+  int32_t ranks_here;  // 1 .. kRanks
+  RankState rank[kRanks];
+  typename Direction::Tensors tensors[kRanks];
+};
+
+// Phases are kept in shared memory when they fit; a longer queue is read from where it is.
+template <bool kBackward>
+struct LayerShared {
+  static constexpr int kComputePhases = kBackward ? 160 : 64;
+  static constexpr int kCommunicationPhases = 64;
+  union {
+    TileShared tile;
+    ScheduleShared schedule;
+  };
+  ReduceShared reduce;
+  CommShared comm;
+  plan::Plan plan;
+  plan::Phase compute[kComputePhases], communication[kCommunicationPhases];
+  AbortFlag abort;  // outlives the phases
+  int64_t call;
+  int32_t first_reduce;
+  uint32_t left;
+  __device__ LayerShared() {}
+};
+
+// What the hooks of both directions share.
+struct HooksBase {
+  const RankState& rank;
+  const plan::Plan& plan;
+  const Waiter& waiter;
+  int32_t* first_reduce;  // shared memory: the reduce ticket that this block drew
+
+  static constexpr int32_t kNoCounter = -1;
+
+  __device__ int32_t entry(plan::Counter c, int index) const {
+    return rank.counter_first[static_cast<int>(c)] + index;
+  }
+  __device__ uint32_t* at(int32_t entry) const {
+    return rank.at<uint32_t>(plan::Buffer::counters) + entry;
+  }
+  __device__ bool leads() const { return threadIdx.x % kWarp == 0; }
+
+  // Whole warp. Draws a task; false when there is none or the reduce tasks have begun.
+  __device__ bool draw(plan::Task* task) const {
+    int32_t ticket = 0;
+    if (leads()) ticket = static_cast<int32_t>(atomicAdd(&rank.tickets->compute, 1));
+    ticket = __shfl_sync(~0u, ticket, 0);
+    if (waiter.abort->raised != 0 || ticket >= plan::tickets(plan, plan::Queue::compute)) {
+      return false;
+    }
+    *task = plan::decode(plan, plan::Queue::compute, ticket);
+    if (task->kind != plan::TaskKind::reduce) return true;
+    if (leads()) *first_reduce = ticket;
+    return false;
+  }
+
+  // Whole warp. What the plan states, waited for by one thread.
+  __device__ bool wait_for(const plan::Task& task) const {
+    bool go = true;
+    if (leads()) {
+      plan::for_each_wait(plan, task, [&](plan::Wait w) {
+        if (go) go = waiter.wait(w, static_cast<int>(task.kind));
+      });
+    }
+    return __shfl_sync(~0u, go, 0);
+  }
+  // One thread.
+  __device__ void signal(const plan::Task& task) const {
+    plan::for_each_signal(plan, task, [&](plan::Counter c, int index) {
+      ptx::add_release_gpu(at(entry(c, index)), 1);
+    });
+  }
+
+  __device__ void announce(const plan::Task& task) const {
+    if (wait_for(task) && leads()) waiter.raise(plan::Counter::returned_flag);
+    if (leads()) stamp(rank, Stamps::returned);
+    __syncwarp();
+  }
+
+  // The counter that the loads of a tile task wait for. Mostly the inputs are there by now: then
+  // they need not look again.
+  __device__ void set_wait(TileTask& out, plan::Wait w) const {
+    out.wait_counter = entry(w.counter, w.index);
+    out.wait_target = w.target;
+    if (leads() && ptx::load_acquire_gpu(at(out.wait_counter)) >= static_cast<uint32_t>(w.target)) {
+      out.wait_counter = kNoCounter;
+    }
+  }
+
+  __device__ void wait_ready(const TileTask& task, plan::TaskKind kind) const {
+    if (task.wait_counter != kNoCounter) {
+      waiter.counter(task.wait_counter, task.wait_target, static_cast<int>(kind));
+    }
+    ptx::fence_proxy_async();
+  }
+};
+
+// The block that leaves last makes the rank ready for its next call.
+__device__ inline void leave(const RankState& rank, int blocks, int64_t call, uint32_t* left) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    stamp(rank, Stamps::end);
+    ptx::fence_gpu();
+    *left = atomicAdd(&rank.tickets->left, 1);
+    ptx::fence_gpu();
+  }
+  __syncthreads();
+  if (*left != static_cast<uint32_t>(blocks) - 1) return;
+  const int32_t counters = plan::local_counters(rank.g);
+  for (int i = threadIdx.x; i < counters; i += kThreads) {
+    rank.at<uint32_t>(plan::Buffer::counters)[i] = 0;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    record_abort(rank);
+    *rank.tickets = Tickets{};
+    *rank.call = call;
+  }
+}
+
+// Which rank a block works for, and how many do.
+template <int kRanks>
+struct Share {
+  int which = 0, block = blockIdx.x, blocks = gridDim.x;
+  __device__ explicit Share(int ranks_here) {
+    if constexpr (kRanks > 1) {
+      which = blockIdx.x % ranks_here;
+      block = blockIdx.x / ranks_here;
+      blocks = (gridDim.x - which + ranks_here - 1) / ranks_here;
+    }
+  }
+};
+
+// All threads.
+template <int kRoom>
+__device__ __forceinline__ void bring_phases(const plan::Phase* from, int phases,
+                                             plan::Phase (&to)[kRoom]) {
+  if (phases >= kRoom) return;
+  const auto* words = reinterpret_cast<const volatile uint32_t*>(from);
+  constexpr int kWords = sizeof(plan::Phase) / 4;
+  for (int i = threadIdx.x; i < (phases + 1) * kWords; i += kThreads) {
+    reinterpret_cast<uint32_t*>(to)[i] = words[i];
+  }
+}
+
+template <class Direction, int kRanks>
+__device__ __forceinline__ bool prepare(const LayerParams<Direction, kRanks>& params,
+                                        LayerShared<Direction::kBackward>& shared) {
+  const RankState& rank = params.rank[Share<kRanks>(params.ranks_here).which];
+  if (threadIdx.x == 0) {
+    shared.abort.raised = 0;
+    shared.first_reduce = -1;
+    shared.call = *const_cast<volatile int64_t*>(rank.call) + 1;
+  }
+  __syncthreads();
+  const Waiter waiter{rank, &shared.abort, shared.call};
+  if (threadIdx.x == 0) stamp(rank, Stamps::begin);
+  if (!ScheduleBuilder<Direction::kBackward>(rank, waiter, shared.schedule).run()) return false;
+  if (threadIdx.x == 0) stamp(rank, Stamps::planned);
+  __syncthreads();
+  const auto* from = reinterpret_cast<const volatile uint32_t*>(rank.tables.plan);
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(plan::Plan) / 4); i += kThreads) {
+    reinterpret_cast<uint32_t*>(&shared.plan)[i] = from[i];
+  }
+  __syncthreads();
+  bring_phases(shared.plan.compute, shared.plan.compute_phases, shared.compute);
+  bring_phases(shared.plan.communication, shared.plan.communication_phases, shared.communication);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (shared.plan.compute_phases < shared.kComputePhases) shared.plan.compute = shared.compute;
+    if (shared.plan.communication_phases < shared.kCommunicationPhases) {
+      shared.plan.communication = shared.communication;
+    }
+    shared.tile.init();
+    shared.comm.init();
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  return true;
+}
+
+template <class Direction, int kRanks>
+__device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& params,
+                                        LayerShared<Direction::kBackward>& shared) {
+  const Share<kRanks> share(params.ranks_here);
+  const RankState& rank = params.rank[share.which];
+  const Waiter waiter{rank, &shared.tile.abort, shared.call};
+  typename Direction::Hooks hooks{{rank, shared.plan, waiter, &shared.first_reduce}};
+  const uint32_t lane = threadIdx.x % kWarp;
+  switch (static_cast<ProducerWarp>(__shfl_sync(~0u, threadIdx.x / kWarp, 0))) {
+    case ProducerWarp::load:
+      if (lane == 0) {
+        load_tiles<Direction::kBackward>(shared.tile, params.tensors[share.which], hooks);
+      }
+      break;
+    case ProducerWarp::schedule:
+      schedule_tasks(shared.tile, hooks);
+      break;
+    case ProducerWarp::publish:
+      if (lane == 0) publish_tiles(shared.tile, hooks);
+      break;
+    case ProducerWarp::communicate:
+      if (share.block < rank.comm_blocks) {
+        CommunicationWarp<Direction::kBackward>(rank, shared.plan, waiter, shared.comm).run();
+      }
+      break;
+  }
+  __syncwarp();
+}
+
+template <class Direction, int kRanks>
+__device__ __forceinline__ void reduce(const LayerParams<Direction, kRanks>& params,
+                                       LayerShared<Direction::kBackward>& shared) {
+  const RankState& rank = params.rank[Share<kRanks>(params.ranks_here).which];
+  const Waiter waiter{rank, &shared.tile.abort, shared.call};
+  Reducer<Direction::kBackward>(rank, shared.plan, waiter, shared.reduce).run(shared.first_reduce);
+}
+
+// Nothing but the shared memory is carried from one part to the next: the consumers have no
+// register to spare.
+template <class Direction, int kRanks>
+__global__ void __launch_bounds__(kThreads, 1)
+    layer_kernel(const __grid_constant__ LayerParams<Direction, kRanks> params) {
+  extern __shared__ uint8_t raw[];
+  auto& shared = *reinterpret_cast<LayerShared<Direction::kBackward>*>(raw);
+  if (prepare(params, shared)) {
+    if (threadIdx.x < kWarpgroup) {
+      ptx::lower_registers<kProducerRegisters>();
+      produce(params, shared);
+    } else {
+      ptx::raise_registers<kConsumerRegisters>();
+      const uint32_t group = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
+      TileConsumer<Direction::kBackward, typename Direction::Tensors>(
+          shared.tile, params.tensors[Share<kRanks>(params.ranks_here).which], group)
+          .run();
+      reduce(params, shared);
+    }
+  }
+  const Share<kRanks> share(params.ranks_here);
+  leave(params.rank[share.which], share.blocks, shared.call, &shared.left);
+}
+
+}  // namespace mok::cuda

@@ -1,0 +1,37 @@
+// Host: starts a direction's kernel.
+#pragma once
+
+#include <memory>
+
+#include "cuda/check.h"
+#include "cuda/launch.h"
+#include "cuda/layer_kernel.cuh"
+
+namespace mok::cuda {
+
+template <class Direction, int kRanks, class Args>
+void launch_for(const Launch<Args>& l) {
+  auto params = std::make_unique<LayerParams<Direction, kRanks>>();
+  params->ranks_here = static_cast<int32_t>(l.ranks.size());
+  for (size_t i = 0; i < l.ranks.size(); ++i) {
+    params->rank[i] = l.ranks[i].state;
+    fill_products(l.ranks[i].state, l.shape, *l.ranks[i].args, &params->tensors[i]);
+  }
+  constexpr int kBytes = sizeof(LayerShared<Direction::kBackward>);
+  static_assert(kBytes <= 227 * 1024);
+  static_assert(sizeof(LayerParams<Direction, kRanks>) <= 32764);
+  static_assert(kFetchTaskRows == kMostEntries && kReduceTaskTokens == kMostReduceTokens);
+  check(cudaFuncSetAttribute(layer_kernel<Direction, kRanks>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+        "shared memory of the layer's kernel");
+  layer_kernel<Direction, kRanks><<<l.blocks, kThreads, kBytes, l.stream>>>(*params);
+  check(cudaGetLastError(), "launch of the layer's kernel");
+}
+
+// Two kernels: the usual one of a rank for each GPU, and one for ranks that share a GPU.
+template <class Direction, class Args>
+void launch_layer(const Launch<Args>& l) {
+  l.ranks.size() == 1 ? launch_for<Direction, 1>(l) : launch_for<Direction, kMaxRanks>(l);
+}
+
+}  // namespace mok::cuda

@@ -1,0 +1,200 @@
+#include "cuda/products.h"
+
+#include <string>
+
+#include "cuda/tensor_map.h"
+#include "mok/error.h"
+
+namespace mok::cuda {
+
+namespace {
+
+using plan::Buffer;
+
+__nv_bfloat16* rows_of(const RankState& s, Buffer b) { return s.at<__nv_bfloat16>(b); }
+
+// Encodes maps and remembers whether the driver took all of them.
+class Encoder {
+ public:
+  Encoder(const RankState& s, CUtensorMap* maps) : state_(s), maps_(maps) {}
+
+  void matrix(Map which, const void* data, int64_t columns, int64_t rows, int64_t stride) {
+    encode(which, {data, 3, columns, rows, 1, stride, rows * stride, kBox});
+  }
+  void matrix(Map which, const ConstMatrix& m, int64_t columns, int64_t rows) {
+    matrix(which, m.data, columns, rows, m.row_stride);
+  }
+  void buffer(Map which, Buffer b, int64_t columns, int64_t rows) {
+    matrix(which, state_.at<void>(b), columns, rows, columns);
+  }
+  void stack(Map which, const ConstStack& w, int64_t columns, int64_t rows) {
+    encode(which, {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
+                   w.expert_stride, kBox});
+  }
+
+  // The layer's own: what both directions read.
+  void common(const LayerWeights& w, const ConstMatrix& x) {
+    const plan::Geometry& g = state_.g;
+    const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
+    buffer(kRingX, Buffer::ring_x, h, ring_rows());
+    buffer(kRingHidden, Buffer::ring_hidden, i, ring_rows());
+    stack(kGate, w.gate, h, i);
+    stack(kUp, w.up, h, i);
+    stack(kDown, w.down, i, h);
+    if (!g.has_shared()) return;
+    if (g.own_tokens() > 0) matrix(kOwnX, x, h, g.own_tokens());
+    // Rows beyond the tokens read as zeros, which weight gradients rely on.
+    buffer(kSharedHidden, Buffer::shared_hidden, shared, own_rows());
+    matrix(kSharedGate, w.shared_gate_proj, h, shared);
+    matrix(kSharedUp, w.shared_up_proj, h, shared);
+    matrix(kSharedDown, w.shared_down_proj, shared, h);
+  }
+
+  int64_t ring_rows() const { return int64_t{state_.g.ring_tiles} * plan::kTileRows; }
+  int64_t own_rows() const { return state_.g.own_tokens() > 0 ? state_.g.own_tokens() : 1; }
+
+  void finish() const {
+    if (good_) return;
+    throw Error(ErrorCode::bad_argument,
+                "a tensor map was refused: check strides and alignment of x, d_y and the weights "
+                "(rank " +
+                    std::to_string(state_.g.rank) + ")");
+  }
+
+ private:
+  static constexpr int kBox = 64;
+  void encode(Map which, const BoxedTensor& t) {
+    good_ = good_ && encode_tensor_map(&maps_[which], t);
+  }
+
+  const RankState& state_;
+  CUtensorMap* maps_;
+  bool good_ = true;
+};
+
+Product product_of(int8_t a, int8_t b, int8_t second_a, int8_t second_b) {
+  Product p{};
+  p.a[0] = a, p.a[1] = second_a;
+  p.b[0] = b, p.b[1] = second_b;
+  return p;
+}
+Product product_of(int8_t a, int8_t b) { return product_of(a, b, a, b); }
+
+Product gate_up(Map x, Map gate, Map up, __nv_bfloat16* hidden, void* kept_gate, void* kept_up,
+                int64_t columns) {
+  Product p = product_of(x, gate, x, up);
+  p.gate_up = {hidden, static_cast<__nv_bfloat16*>(kept_gate), static_cast<__nv_bfloat16*>(kept_up),
+               columns};
+  return p;
+}
+
+Product rows_to(Product p, const uint64_t* destination) {
+  p.row_destination = destination;
+  return p;
+}
+
+Product weight_grad(Map a, Map b, GradMode mode, void* out, int64_t row_stride,
+                    int64_t expert_stride) {
+  Product p = product_of(a, b);
+  p.mode = mode;
+  p.weight_grad = {out, row_stride, expert_stride, nullptr, 0};
+  return p;
+}
+Product weight_grad(Map a, Map b, const MatrixGrad& g) {
+  return weight_grad(a, b, g.mode, g.target.data, g.target.row_stride, 0);
+}
+
+}  // namespace
+
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors* out) {
+  Encoder maps(s, out->map);
+  maps.common(a.weights, a.x);
+  maps.finish();
+  out->swiglu_limit = shape.swiglu_limit;
+  out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
+                                        a.saved.gate, a.saved.up, s.g.intermediate);
+  out->product[kRoutedDown] = rows_to(product_of(kRingHidden, kDown), s.tables.row_destination);
+  out->product[kSharedGateUpProduct] =
+      gate_up(kOwnX, kSharedGate, kSharedUp, rows_of(s, Buffer::shared_hidden), a.saved.shared_gate,
+              a.saved.shared_up, s.g.shared_intermediate);
+  out->product[kSharedDownProduct] =
+      rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
+}
+
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors* out) {
+  const plan::Geometry& g = s.g;
+  const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
+  Encoder maps(s, out->map);
+  maps.common(a.weights, a.x);
+  maps.buffer(kRingDY, Buffer::ring_d_y, h, maps.ring_rows());
+  maps.buffer(kRingDGate, Buffer::ring_d_gate, i, maps.ring_rows());
+  maps.buffer(kRingDUp, Buffer::ring_d_up, i, maps.ring_rows());
+  if (g.has_shared()) {
+    if (a.tokens > 0) maps.matrix(kOwnDY, a.d_y, h, a.tokens);
+    maps.buffer(kSharedDGate, Buffer::shared_d_gate, shared, maps.own_rows());
+    maps.buffer(kSharedDUp, Buffer::shared_d_up, shared, maps.own_rows());
+  }
+  maps.finish();
+  out->swiglu_limit = shape.swiglu_limit;
+  const auto product = [&](BackwardProduct which) -> Product& { return out->product[which]; };
+
+  product(kRecomputeGateUp) = gate_up(kRingX, kGate, kUp, nullptr, rows_of(s, Buffer::ring_gate),
+                                      rows_of(s, Buffer::ring_up), i);
+  Product& d_hidden = product(kDHidden);
+  d_hidden = product_of(kRingDY, kDown);
+  d_hidden.d_hidden = {static_cast<const __nv_bfloat16*>(a.saved.gate),
+                       static_cast<const __nv_bfloat16*>(a.saved.up),
+                       rows_of(s, Buffer::ring_d_gate),
+                       rows_of(s, Buffer::ring_d_up),
+                       rows_of(s, Buffer::ring_hidden),
+                       s.tables.row_weight,
+                       s.at<float>(Buffer::router_partials),
+                       g.intermediate,
+                       g.columns_d_hidden()};
+  Product& recomputed = product(kDHiddenRecomputed);
+  recomputed = d_hidden;
+  recomputed.gate_in_ring = true;
+  recomputed.d_hidden.gate = rows_of(s, Buffer::ring_gate);
+  recomputed.d_hidden.up = rows_of(s, Buffer::ring_up);
+  product(kDInput) =
+      rows_to(product_of(kRingDGate, kGate, kRingDUp, kUp), s.tables.row_destination);
+  const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
+                          int64_t width) {
+    Product p = weight_grad(left, right, grad.mode, grad.target.data, grad.target.row_stride,
+                            grad.target.expert_stride);
+    p.weight_grad.carry = s.at<float>(Buffer::carry) + static_cast<int>(matrix) * h * i;
+    p.weight_grad.carry_elements = static_cast<int32_t>(width);
+    return p;
+  };
+  product(kGradGate) = routed(kRingDGate, kRingX, a.d_gate, plan::WeightMatrix::gate, h);
+  product(kGradUp) = routed(kRingDUp, kRingX, a.d_up, plan::WeightMatrix::up, h);
+  product(kGradDown) = routed(kRingDY, kRingHidden, a.d_down, plan::WeightMatrix::down, i);
+
+  product(kRecomputeSharedGateUp) = gate_up(
+      kOwnX, kSharedGate, kSharedUp, g.shared_gate ? rows_of(s, Buffer::shared_hidden) : nullptr,
+      rows_of(s, Buffer::shared_gate), rows_of(s, Buffer::shared_up), shared);
+  product(kRecomputeSharedDown) =
+      rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
+  Product& shared_d_hidden = product(kSharedDHidden);
+  shared_d_hidden = product_of(kOwnDY, kSharedDown);
+  shared_d_hidden.d_hidden = {g.keep_shared ? static_cast<const __nv_bfloat16*>(a.saved.shared_gate)
+                                            : rows_of(s, Buffer::shared_gate),
+                              g.keep_shared ? static_cast<const __nv_bfloat16*>(a.saved.shared_up)
+                                            : rows_of(s, Buffer::shared_up),
+                              rows_of(s, Buffer::shared_d_gate),
+                              rows_of(s, Buffer::shared_d_up),
+                              rows_of(s, Buffer::shared_hidden),
+                              g.shared_gate ? s.at<float>(Buffer::sigma) : nullptr,
+                              nullptr,
+                              g.shared_intermediate,
+                              0};
+  product(kSharedDInput) = rows_to(product_of(kSharedDGate, kSharedGate, kSharedDUp, kSharedUp),
+                                   s.tables.shared_destination);
+  product(kSharedGradGate) = weight_grad(kSharedDGate, kOwnX, a.d_shared_gate_proj);
+  product(kSharedGradUp) = weight_grad(kSharedDUp, kOwnX, a.d_shared_up_proj);
+  product(kSharedGradDown) = weight_grad(kOwnDY, kSharedHidden, a.d_shared_down_proj);
+}
+
+}  // namespace mok::cuda

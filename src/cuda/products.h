@@ -1,0 +1,66 @@
+// The products of each direction: which tensors the copy engine reads and where results go.
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/tile_types.cuh"
+
+namespace mok::cuda {
+
+// Tensors with a map. Backward has all, forward the first ones.
+enum Map : int8_t {
+  kRingX,
+  kRingHidden,
+  kGate,
+  kUp,
+  kDown,
+  kOwnX,  // the shared expert's: the caller's rows
+  kSharedHidden,
+  kSharedGate,
+  kSharedUp,
+  kSharedDown,
+  kForwardMaps,
+  kRingDY = kForwardMaps,
+  kRingDGate,
+  kRingDUp,
+  kOwnDY,
+  kSharedDGate,
+  kSharedDUp,
+  kBackwardMaps
+};
+
+enum ForwardProduct : int16_t {
+  kRoutedGateUp,
+  kRoutedDown,
+  kSharedGateUpProduct,
+  kSharedDownProduct,
+  kForwardProducts
+};
+
+enum BackwardProduct : int16_t {
+  kRecomputeGateUp,
+  kDHidden,            // from what forward kept
+  kDHiddenRecomputed,  // from the ring
+  kDInput,
+  kGradGate,  // in the order of plan::WeightMatrix, as the shared ones
+  kGradUp,
+  kGradDown,
+  kRecomputeSharedGateUp,
+  kRecomputeSharedDown,
+  kSharedDHidden,
+  kSharedDInput,
+  kSharedGradGate,
+  kSharedGradUp,
+  kSharedGradDown,
+  kBackwardProducts
+};
+
+using ForwardTensors = Products<kForwardMaps, kForwardProducts>;
+using BackwardTensors = Products<kBackwardMaps, kBackwardProducts>;
+
+// Throw bad_argument when a tensor map is refused.
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors* out);
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors* out);
+
+}  // namespace mok::cuda
