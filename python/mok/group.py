@@ -108,6 +108,11 @@ class Group:
         self._closer = weakref.finalize(self, _close, os.getpid(), self._workspaces, handle)
         self._set_key()
 
+    @property
+    def process_group(self):
+        """The torch.distributed process group that it was made of; None: this process alone."""
+        return self._process_group
+
     def _set_key(self) -> None:
         # A string, so that a compiled graph is guarded by it: new workspaces, new graph.
         self.key = f"{self._handle}.{self._generation}"

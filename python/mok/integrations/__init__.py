@@ -1,0 +1,7 @@
+"""The layer inside other projects. Each module imports its project only when it is used.
+
+* :mod:`mok.integrations.transformers`: Hugging Face models (Qwen3-MoE, Mixtral, and others whose
+  experts are laid out alike)
+* :mod:`mok.integrations.megatron`: Megatron-Core
+* :mod:`mok.integrations.torchtitan`: torchtitan's override registry
+"""
