@@ -64,7 +64,7 @@ struct LayerSetup {
   problem::Routing routing;
   uint64_t seed = 1;
   cuda::Options options;
-  bool keep = true;  // gate and up are saved
+  bool keep = true;  // what forward can keep for backward is kept
 };
 
 class GpuLayer {
@@ -166,6 +166,11 @@ class GpuLayer {
       const int64_t rows = workspace_->options().saved_rows;
       a.saved.gate = d.take<bf16>(rows * s.intermediate);
       a.saved.up = d.take<bf16>(rows * s.intermediate);
+      if (s.shared_intermediate > 0) {
+        a.saved.shared_gate = d.take<bf16>(tokens * s.shared_intermediate);
+        a.saved.shared_up = d.take<bf16>(tokens * s.shared_intermediate);
+      }
+      if (s.shared_gate) a.saved.shared_out = d.take<bf16>(tokens * s.hidden);
     }
     a.y = {d.take<bf16>(tokens * s.hidden), s.hidden};
     return a;
