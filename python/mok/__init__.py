@@ -8,7 +8,7 @@
 See docs/python.md.
 """
 
-from mok import functional, ops
+from mok import functional, integrations, ops
 from mok._library import library_version
 from mok.autograd import moe
 from mok.checkpoint import checkpoint_policy
@@ -30,6 +30,7 @@ __all__ = [
     "expert_counts",
     "functional",
     "init",
+    "integrations",
     "load_balancing_loss",
     "local_group",
     "moe",
