@@ -29,9 +29,10 @@ inline constexpr float kMxAmaxFloor = 1e-12f;  // so that a block of zeros has a
 MOK_INLINE e4m3 to_e4m3(float v) {
   const uint32_t bits = bit_cast<uint32_t>(v);
   const uint32_t size = bits & 0x7fffffffu;
+  constexpr uint32_t largest = bit_cast<uint32_t>(kE4m3Max);
   uint32_t code = 0;
   if (size > 0x7f800000u) return e4m3{0x7f};
-  if (size >= bit_cast<uint32_t>(kE4m3Max)) {
+  if (size >= largest) {
     code = 0x7e;
   } else if (size >= bit_cast<uint32_t>(0x1p-6f)) {  // normal: 20 of 23 fraction bits go
     const uint32_t rounded = size + 0x7ffffu + ((size >> 20) & 1u);
@@ -70,7 +71,9 @@ MOK_INLINE float mx_amax(float amax, float v) {
 // The smallest power of two >= max(amax, 1e-12) / 448, found by comparing fractions with 1.75: no
 // division, no rounding. An infinite amax gives 2^127, the largest there is.
 MOK_INLINE e8m0 mx_scale(float amax) {
-  const uint32_t size = bit_cast<uint32_t>(amax > kMxAmaxFloor ? amax : kMxAmaxFloor);
+  float floored = kMxAmaxFloor;  // a copy: device code has no address for the constant
+  if (amax > floored) floored = amax;
+  const uint32_t size = bit_cast<uint32_t>(floored);
   if (size >= 0x7f800000u) return e8m0{254};
   const uint32_t exponent = (size >> 23) - 8u;  // that of amax / 256
   const bool above = (size & 0x7fffffu) > 0x600000u;
