@@ -12,27 +12,23 @@ struct BackwardHooks : HooksBase {
   __device__ bool next_task(TileTask& out) const {
     plan::Task task;
     while (draw(&task)) {
-      out.wait_counter = kNoCounter;
-      switch (task.kind) {
-        case plan::TaskKind::announce_returned:
-          announce(task);
-          break;
-        case plan::TaskKind::router_grad:
-        case plan::TaskKind::sigma:
-        case plan::TaskKind::vector_grad:
-          small_task(task);
-          break;
-        case plan::TaskKind::gate_up:
-        case plan::TaskKind::shared_gate_up:
-        case plan::TaskKind::shared_down:
-          return recompute(task, out);
-        case plan::TaskKind::weight_grad:
-          return weight_grad(task, out);
-        case plan::TaskKind::shared_weight_grad:
-          return shared_weight_grad(task, out);
-        default:
-          return rows_grad(task, out);
+      // A tile's loads can wait for one counter. What waits for more (hand-overs of the carry, the
+      // shared expert's gate) is rare, and waited for here; so is what this warp does itself.
+      const bool tile = is_tile(task.kind);
+      const int padding = padding_rows(task);
+      int waits = 0;
+      plan::for_each_wait(plan, task, [&](plan::Wait) { ++waits; });
+      const bool here = !tile || waits != 1 || (padding > 0 && plan.s.windows > 2);
+      if (here && !wait_for(task)) return false;
+      if (!tile) {
+        small_task(task);
+        continue;
       }
+      if (padding > 0) zero_padding(rank, plan, task.tile);
+      fill(task, out);
+      out.wait_counter = kNoCounter;
+      if (!here) plan::for_each_wait(plan, task, [&](plan::Wait w) { set_wait(out, w); });
+      return true;
     }
     return false;
   }
@@ -76,9 +72,34 @@ struct BackwardHooks : HooksBase {
     }
   }
 
+  static __device__ bool is_tile(plan::TaskKind kind) {
+    return kind != plan::TaskKind::announce_returned && kind != plan::TaskKind::router_grad &&
+           kind != plan::TaskKind::sigma && kind != plan::TaskKind::vector_grad;
+  }
+
+  // Weight gradients run over whole steps of rows: what stands behind a tile's last row is zeroed
+  // when its first task is handed out. In a ring that was in use before, the rows must have come.
+  __device__ int padding_rows(const plan::Task& task) const {
+    if (task.kind != plan::TaskKind::d_hidden || task.column != 0) return 0;
+    return -plan.s.tile[task.tile].rows & (kTileK - 1);
+  }
+
+  // Known since the schedule was made.
+  __device__ bool bad_call() const {
+    return *const_cast<volatile uint32_t*>(&rank.tickets->bad_id) != 0;
+  }
+
+  // What it waits for has come.
   __device__ void small_task(const plan::Task& task) const {
-    if (!wait_for(task)) return;
     __syncwarp();
+    if (task.kind == plan::TaskKind::announce_returned) {
+      if (leads()) {
+        waiter.raise(plan::Counter::returned_flag);
+        stamp(rank, Stamps::returned);
+      }
+      __syncwarp();
+      return;
+    }
     if (task.kind == plan::TaskKind::router_grad) {
       router_grad(rank, plan, task);
     } else if (task.kind == plan::TaskKind::sigma) {
@@ -92,124 +113,79 @@ struct BackwardHooks : HooksBase {
     __syncwarp();
   }
 
-  __device__ bool recompute(const plan::Task& task, TileTask& out) const {
+  __device__ void fill(const plan::Task& task, TileTask& out) const {
     const plan::Geometry& g = plan.g;
-    const bool routed = task.kind == plan::TaskKind::gate_up;
-    const bool gate_up = task.kind != plan::TaskKind::shared_down;
+    const plan::TaskKind kind = task.kind;
+    const bool routed = kind == plan::TaskKind::gate_up || kind == plan::TaskKind::d_hidden ||
+                        kind == plan::TaskKind::d_input || kind == plan::TaskKind::weight_grad;
     const int inter = routed ? g.intermediate : g.shared_intermediate;
-    const int row = task.tile * plan::kTileRows;
-    out.kind = gate_up ? TaskKind::gate_up : TaskKind::down;
-    out.product = routed    ? kRecomputeGateUp
-                  : gate_up ? kRecomputeSharedGateUp
-                            : kRecomputeSharedDown;
-    out.steps = (gate_up ? g.hidden : inter) / kTileK;
-    out.rows = routed ? plan.s.tile[task.tile].rows : min(g.own_tokens() - row, plan::kTileRows);
-    out.col0 = task.column * (gate_up ? plan::kTileInter : plan::kTileHidden);
-    out.cols = gate_up ? min(inter - out.col0, plan::kTileInter)
-                       : min(g.hidden - out.col0, plan::kTileHidden);
-    out.row0 = routed ? plan::ring_row(plan, row) : row;
-    out.save_row0 = out.row0;
-    out.save_rows = gate_up ? out.rows : 0;
-    out.expert = routed ? plan.s.tile[task.tile].expert : 0;
     out.done_counter = task.tile;
-    plan::for_each_wait(plan, task, [&](plan::Wait w) { set_wait(out, w); });
-    return true;
-  }
-
-  // d_hidden, d_input and the shared expert's.
-  __device__ bool rows_grad(const plan::Task& task, TileTask& out) const {
-    const plan::Geometry& g = plan.g;
-    const bool routed =
-        task.kind == plan::TaskKind::d_hidden || task.kind == plan::TaskKind::d_input;
-    const bool d_hidden =
-        task.kind == plan::TaskKind::d_hidden || task.kind == plan::TaskKind::shared_d_hidden;
-    const int inter = routed ? g.intermediate : g.shared_intermediate;
-    const int row = task.tile * plan::kTileRows;
-    out.rows = routed ? plan.s.tile[task.tile].rows : min(g.own_tokens() - row, plan::kTileRows);
-    out.row0 = routed ? plan::ring_row(plan, row) : row;
-    out.save_row0 = row;
-    out.save_rows = out.rows;
-    out.expert = routed ? plan.s.tile[task.tile].expert : 0;
-    out.done_counter = task.tile;
-    if (d_hidden) {
-      const bool kept = !routed || plan::is_saved(plan, task.tile);
-      out.kind = TaskKind::d_hidden;
-      out.product = !routed ? kSharedDHidden : kept ? kDHidden : kDHiddenRecomputed;
-      out.steps = g.hidden / kTileK;
-      out.col0 = task.column * plan::kTileDHidden;
-      out.cols = min(inter - out.col0, plan::kTileDHidden);
-      // Weight gradients run over whole steps of rows: what stands behind the last one is zeroed.
-      if (routed) out.save_rows = plan::ceil_div(out.rows, kTileK) * kTileK;
-      if (routed && task.column == 0 && out.rows < out.save_rows) {
-        // In a ring that was in use before, the rows must have come.
-        if (plan.s.windows > 2 && !wait_for(task)) return true;
-        zero_padding(rank, plan, task.tile);
-      }
-    } else {
-      out.kind = TaskKind::d_input;
-      out.product = routed ? kDInput : kSharedDInput;
-      out.steps = 2 * inter / kTileK;
-      out.col0 = task.column * plan::kTileHidden;
-      out.cols = min(g.hidden - out.col0, plan::kTileHidden);
+    if (kind == plan::TaskKind::weight_grad || kind == plan::TaskKind::shared_weight_grad) {
+      return fill_weight_grad(task, routed, inter, out);
     }
-    bool first = true;
-    plan::for_each_wait(plan, task, [&](plan::Wait w) {
-      if (first) {
-        set_wait(out, w);
-      } else if (leads()) {  // shared_d_hidden may wait for two
-        waiter.wait(w, static_cast<int>(task.kind));
-      }
-      first = false;
-    });
-    return true;
+    const int row = task.tile * plan::kTileRows;
+    const plan::Tile tile = routed ? plan.s.tile[task.tile] : plan::Tile{};
+    out.rows = routed ? tile.rows : min(g.own_tokens() - row, plan::kTileRows);
+    out.row0 = routed ? plan::ring_row(plan, row) : row;
+    out.expert = tile.expert;
+    out.save_row0 = row;
+    out.save_rows = 0;
+    int columns = g.hidden, tile_columns = plan::kTileHidden;
+    switch (kind) {
+      case plan::TaskKind::gate_up:
+      case plan::TaskKind::shared_gate_up:
+        out.kind = TaskKind::gate_up;
+        out.product = routed ? kRecomputeGateUp : kRecomputeSharedGateUp;
+        out.steps = g.hidden / kTileK;
+        out.save_row0 = out.row0;
+        out.save_rows = out.rows;
+        columns = inter, tile_columns = plan::kTileInter;
+        break;
+      case plan::TaskKind::shared_down:
+        out.kind = TaskKind::down;
+        out.product = kRecomputeSharedDown;
+        out.steps = inter / kTileK;
+        break;
+      case plan::TaskKind::d_hidden:
+      case plan::TaskKind::shared_d_hidden:
+        out.kind = TaskKind::d_hidden;
+        out.product = !routed                               ? kSharedDHidden
+                      : plan::is_saved(plan, task.tile) ? kDHidden
+                                                            : kDHiddenRecomputed;
+        out.steps = g.hidden / kTileK;
+        out.save_rows = routed ? plan::ceil_div(out.rows, kTileK) * kTileK : out.rows;
+        columns = inter, tile_columns = plan::kTileDHidden;
+        break;
+      default:  // d_input, shared_d_input
+        out.kind = TaskKind::d_input;
+        out.product = routed ? kDInput : kSharedDInput;
+        out.steps = 2 * inter / kTileK;
+        break;
+    }
+    out.col0 = task.column * tile_columns;
+    out.cols = min(columns - out.col0, tile_columns);
   }
 
-  // Known since the schedule was made.
-  __device__ bool bad_call() const {
-    return *const_cast<volatile uint32_t*>(&rank.tickets->bad_id) != 0;
-  }
-
-  __device__ void grad_block(const plan::Task& task, int hidden, int inter, TileTask& out) const {
+  __device__ void fill_weight_grad(const plan::Task& task, bool routed, int inter,
+                                   TileTask& out) const {
     const bool down = task.matrix == plan::WeightMatrix::down;
+    const bool bad = bad_call();
+    plan::Segment segment;  // the shared expert's rows are one
+    if (routed) segment = plan.s.segment[task.tile];
     out.kind = TaskKind::weight_grad;
+    out.product = static_cast<int16_t>((routed ? kGradGate : kSharedGradGate) +
+                                       static_cast<int>(task.matrix));
     out.row0 = task.row_block * plan::kGradRows;
-    out.rows = min((down ? hidden : inter) - out.row0, plan::kGradRows);
+    out.rows = min((down ? plan.g.hidden : inter) - out.row0, plan::kGradRows);
     out.col0 = task.column * plan::kGradCols;
-    out.cols = min((down ? inter : hidden) - out.col0, plan::kGradCols);
-    out.done_counter = task.tile;
-  }
-
-  __device__ bool weight_grad(const plan::Task& task, TileTask& out) const {
-    const plan::Segment& segment = plan.s.segment[task.tile];
-    grad_block(task, plan.g.hidden, plan.g.intermediate, out);
-    out.product = static_cast<int16_t>(kGradGate + static_cast<int>(task.matrix));
-    out.steps = plan::ceil_div(segment.rows, kTileK);
+    out.cols = min((down ? inter : plan.g.hidden) - out.col0, plan::kGradCols);
+    const int contraction = routed ? segment.rows : bad ? 0 : plan.g.own_tokens();
+    out.steps = plan::ceil_div(contraction, kTileK);
     out.save_row0 = plan::ring_row(plan, segment.first_tile * plan::kTileRows);
-    out.save_rows = (bad_call() ? TileTask::kBadCall : 0) |
-                    (segment.previous >= 0 ? TileTask::kCarryIn : 0) |
-                    (segment.last == 0 ? TileTask::kCarryOut : 0);
+    out.save_rows = (segment.previous >= 0 ? TileTask::kCarryIn : 0) |
+                    (segment.last == 0 ? TileTask::kCarryOut : 0) |
+                    (bad ? TileTask::kBadCall : 0);
     out.expert = segment.expert;
-    // The carry's hand-over first; it is rare.
-    plan::for_each_wait(plan, task, [&](plan::Wait w) {
-      if (w.counter == plan::Counter::segment_ready) {
-        set_wait(out, w);
-      } else if (leads()) {
-        waiter.wait(w, static_cast<int>(task.kind));
-      }
-    });
-    __syncwarp();
-    return true;
-  }
-
-  __device__ bool shared_weight_grad(const plan::Task& task, TileTask& out) const {
-    grad_block(task, plan.g.hidden, plan.g.shared_intermediate, out);
-    out.product = static_cast<int16_t>(kSharedGradGate + static_cast<int>(task.matrix));
-    out.steps = bad_call() ? 0 : plan::ceil_div(plan.g.own_tokens(), kTileK);
-    out.save_row0 = 0;
-    out.save_rows = bad_call() ? TileTask::kBadCall : 0;
-    out.expert = 0;
-    plan::for_each_wait(plan, task, [&](plan::Wait w) { set_wait(out, w); });
-    return true;
   }
 };
 

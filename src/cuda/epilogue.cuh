@@ -121,13 +121,14 @@ class PendingTile {
     return static_cast<TaskKind>(flags_ >> kKindShift & 0xff);
   }
 
-  // kForward: the tile may be a gate_up tile.
+  template <int kSlot>
+  __device__ __forceinline__ void run_d_hidden_slot(const TileTask& task) {
+    if constexpr (kSlot % 4 < 3) run_chunk<kSlot / 4 * 3 + kSlot % 4>(task);
+  }
+
+  // Of all other kinds. kForward: the tile may be a gate_up tile.
   template <int kSlot, bool kForward>
   __device__ __forceinline__ void run_slot(const TileTask& task) {
-    if (kBackward && kind() == TaskKind::d_hidden) {
-      if constexpr (kBackward && kSlot % 4 < 3) run_chunk<kSlot / 4 * 3 + kSlot % 4>(task);
-      return;
-    }
     if constexpr (!kForward && kSlot % 4 >= 2) return;
     constexpr int kPart = kSlot % 4;
     constexpr int kQuarter = kSlot / 4;
@@ -181,15 +182,13 @@ class PendingTile {
            reinterpret_cast<uint64_t>(product().gate_up.gate);
   }
 
-  // first_, second_: byte offsets of the lane's place in gate (and up) and in d_gate (and the
-  // rest).
   __device__ __forceinline__ void prepare_d_hidden(const TileTask& task, const Product& product,
                                                    int row, uint32_t column) {
     flags_ |= static_cast<uint32_t>(task.cols) / kChunkColumns;
-    const uint32_t row_bytes = static_cast<uint32_t>(product.d_hidden.row_elements) * 2;
-    first_ =
-        uint64_t{row_bytes} * ((product.gate_in_ring ? task.row0 : task.save_row0) + row) + column;
-    second_ = uint64_t{row_bytes} * (task.row0 + row) + column;
+    const uint32_t row_pieces = static_cast<uint32_t>(product.d_hidden.row_elements) / 8;
+    const uint32_t row_in = (product.gate_in_ring ? task.row0 : task.save_row0) + row;
+    piece_in_ = row_pieces * row_in + column / 16;
+    piece_out_ = row_pieces * (task.row0 + row) + column / 16;
     const float* weight = product.d_hidden.row_weight;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -199,6 +198,15 @@ class PendingTile {
       packed.word[PackedTile::kDot + half] = 0;
     }
     ask_for<0>();
+  }
+
+  // Of a chunk, in bytes.
+  template <int kChunk>
+  __device__ __forceinline__ uint64_t place(uint32_t piece) const {
+    constexpr uint32_t kGroup = kChunk / 2, kHalf = kChunk % 2;
+    piece += kHalf * static_cast<uint32_t>(product().d_hidden.row_elements) +
+             kGroup * kChunkColumns / 8;
+    return uint64_t{piece} * 16;
   }
 
   // g and u of a chunk. Not through L1: they may have been written in this call.
@@ -237,8 +245,7 @@ class PendingTile {
     }
     packed.word[PackedTile::kDot + kHalf] = __float_as_uint(dot);
     if (flags_ & kKeptRow << kHalf) {
-      const uint64_t at = second_ + kHalf * 16 * int64_t{product().d_hidden.row_elements} +
-                          kGroup * kChunkColumns * 2;
+      const uint64_t at = place<kChunk>(piece_out_);
       const auto store = [&](__nv_bfloat16* base, const uint32_t (&v)[4]) {
         ptx::store_global_16(reinterpret_cast<uint8_t*>(base) + at, uint4{v[0], v[1], v[2], v[3]});
       };
@@ -280,6 +287,8 @@ class PendingTile {
   // memory: with a few more registers in use here, the compiler waits for every single wgmma
   // (warning C7511).
   uint64_t first_, second_;
+  // d_hidden: the lane's place in gate and up, and in d_gate and the rest, in pieces of 16 bytes.
+  uint32_t piece_in_, piece_out_;
   uint32_t flags_;
 };
 

@@ -249,9 +249,13 @@ class TileConsumer {
                         look<kLooks>(shared_.full[stage_.slot()], stage_.phase());
     return spread ? Next::spread : Next::known;
   }
-  // Recomputed tiles, rare in backward, neither spread nor take in what others spread.
+  // In backward: d_hidden's epilogue needs registers that only its own products leave free; recomputed
+  // tiles are rare.
   __device__ __forceinline__ bool may_spread(TileTask::Shape shape) const {
-    return shape.kind() >= TaskKind::d_hidden && tile_.kind() >= TaskKind::d_hidden;
+    if (tile_.kind() == TaskKind::d_hidden || shape.kind() == TaskKind::d_hidden) {
+      return tile_.kind() == shape.kind();
+    }
+    return shape.kind() > TaskKind::d_hidden && tile_.kind() > TaskKind::d_hidden;
   }
   // One answer for the warp; every lane has acquired when it is true.
   template <int kLooks>
@@ -273,14 +277,22 @@ class TileConsumer {
   }
   __device__ __forceinline__ void finish_pending() { finish(task_at_.slot_before(1)); }
   __device__ __forceinline__ void store_pending() {
-    store_from<0>();
+    if (kBackward && tile_.kind() == TaskKind::d_hidden) {
+      store_from<kBackward, 0>();
+    } else {
+      store_from<false, 0>();
+    }
     finish_pending();
   }
-  template <int kSlot>
+  template <bool kDHidden, int kSlot>
   __device__ __forceinline__ void store_from() {
     if constexpr (kSlot < kEpilogueSlots) {
-      tile_.template run_slot<kSlot, true>(pending_task());
-      store_from<kSlot + 1>();
+      if constexpr (kDHidden) {
+        tile_.template run_d_hidden_slot<kSlot>(pending_task());
+      } else {
+        tile_.template run_slot<kSlot, true>(pending_task());
+      }
+      store_from<kDHidden, kSlot + 1>();
     }
   }
 
@@ -361,7 +373,13 @@ class TileConsumer {
                                               int& step) {
     if constexpr (kSlot < kEpilogueSlots) {
       advance_to<kKind, product_columns(kKind)>(acc, step, kSlot * steps / kEpilogueSlots + 1);
-      if (pending) tile_.template run_slot<kSlot, !kBackward>(pending_task());
+      if (pending) {
+        if constexpr (kKind == TaskKind::d_hidden) {
+          tile_.template run_d_hidden_slot<kSlot>(pending_task());
+        } else {
+          tile_.template run_slot<kSlot, !kBackward>(pending_task());
+        }
+      }
       spread_from<kKind, kSlot + 1>(acc, steps, pending, step);
     }
   }

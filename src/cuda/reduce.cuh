@@ -106,7 +106,7 @@ class Reducer {
   // sigmoid of the shared gate for the task's tokens, a warp each.
   __device__ void sigmas(const plan::Task& task) {
     for (int token = task.begin + thread_ / kWarp; token < task.end; token += kReducers / kWarp) {
-      const float sigma = shared_sigma<kWarp>(rank_.x + token * rank_.x_stride, rank_.shared_vector,
+      const float sigma = shared_sigma(rank_.x + token * rank_.x_stride, rank_.shared_vector,
                                               plan_.g.hidden);
       if (thread_ % kWarp == 0) shared_.sigma[token - task.begin] = sigma;
     }
@@ -156,8 +156,8 @@ class Reducer {
   // The token's d_sigma * sigma' times eight elements of the gate vector, added to d_s's row.
   __device__ __forceinline__ void add_gate(float (&acc)[8], int token, int column) const {
     const float coefficient = rank_.at<float>(plan::Buffer::d_sigma)[token];
-    const auto gate = Elements<8>::load_unaligned(rank_.shared_vector + column);
-    for (int j = 0; j < 8; ++j) acc[j] = fmaf(coefficient, __bfloat162float(gate.e[j]), acc[j]);
+    const __nv_bfloat16* gate = rank_.shared_vector + column;  // of no alignment
+    for (int j = 0; j < 8; ++j) acc[j] = fmaf(coefficient, __bfloat162float(gate[j]), acc[j]);
   }
 
   // Items i, i + kReducers, ...: eight columns of a token each.

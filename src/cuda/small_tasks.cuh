@@ -49,10 +49,9 @@ __device__ __forceinline__ void router_grad(const RankState& rank, const plan::P
   }
 }
 
-// Eight tokens at a time, four lanes each; the bits are those of forward's sigma.
+// A token at a time, as forward's sigma: the same bits.
 __device__ __forceinline__ void sigma(const RankState& rank, const plan::Plan& p,
                                       const plan::Task& task) {
-  constexpr int kLanes = 4;
   const plan::Geometry& g = p.g;
   const int lane = threadIdx.x % kWarp;
   const int begin = task.tile * plan::kTileRows;
@@ -66,13 +65,11 @@ __device__ __forceinline__ void sigma(const RankState& rank, const plan::Plan& p
     ptx::prefetch_bulk(rank.d_y + t * rank.d_y_stride, bytes);
     ptx::prefetch_bulk(r_s + int64_t{t} * g.hidden, bytes);
   }
-  for (int base = begin; base < end; base += kWarp / kLanes) {
-    const int token = base + lane / kLanes;
-    const int64_t t = min(token, end - 1);  // all lanes take part in the shuffles
-    const float s = shared_sigma<kLanes>(rank.x + t * rank.x_stride, rank.shared_vector, g.hidden);
-    const float d =
-        token_dot<kLanes, true>(rank.d_y + t * rank.d_y_stride, r_s + t * g.hidden, g.hidden);
-    if (lane % kLanes != 0 || token >= end) continue;
+#pragma unroll 1
+  for (int64_t t = begin; t < end; ++t) {
+    const float s = shared_sigma(rank.x + t * rank.x_stride, rank.shared_vector, g.hidden);
+    const float d = token_dot(rank.d_y + t * rank.d_y_stride, r_s + t * g.hidden, g.hidden);
+    if (lane != 0) continue;
     rank.at<float>(plan::Buffer::sigma)[t] = s;
     rank.at<float>(plan::Buffer::d_sigma)[t] = d * (s * (1.0f - s));
   }
@@ -101,14 +98,18 @@ __device__ __forceinline__ void vector_grad(const RankState& rank, const plan::P
     const float* d_sigma = rank.at<float>(plan::Buffer::d_sigma) + base;
     const int n = min(tokens - base, kWarp);
     const float mine = lane < n ? d_sigma[lane] : 0.0f;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < n; ++i) {
       const float factor = __shfl_sync(~0u, mine, i);
       if (!here) continue;
-      const auto x = Elements<kOwn>::load(rank.x + (base + i) * rank.x_stride + column);
+      const auto* x = reinterpret_cast<const uint4*>(rank.x + (base + i) * rank.x_stride + column);
+      const uint4 raw = *x;
+      const uint32_t pair[kOwn / 2] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
-        sum[j] = fmaf(factor, __bfloat162float(x.e[j]), sum[j]);
+        sum[j] = fmaf(factor, __uint_as_float(j % 2 == 0 ? pair[j / 2] << 16
+                                                         : pair[j / 2] & 0xffff0000u),
+                      sum[j]);
       }
     }
   }

@@ -95,10 +95,11 @@ struct alignas(16) TileTask {
     __device__ __forceinline__ TaskKind kind() const { return static_cast<TaskKind>(word >> 24); }
   };
   __device__ __forceinline__ Shape shape_of() const {
+    if (kind == TaskKind::stop) return {0};  // the rest is not filled in
     const bool narrow = cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
     const bool low_half = rows <= kHalfM;
     const bool carried_in = kind == TaskKind::weight_grad && (save_rows & kCarryIn) != 0;
-    const bool spreads = kind != TaskKind::stop && !narrow && !carried_in && steps > 0;
+    const bool spreads = !narrow && !carried_in && steps > 0;
     return {static_cast<uint32_t>(steps) | uint32_t{low_half} << 20 | uint32_t{narrow} << 21 |
             uint32_t{carried_in} << 22 | uint32_t{spreads} << 23 |
             static_cast<uint32_t>(kind) << 24};

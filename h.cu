@@ -1,0 +1,1 @@
+#include "mok/cuda.h"
