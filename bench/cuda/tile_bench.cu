@@ -36,7 +36,7 @@ struct ListHooks {
     if (threadIdx.x % kWarp == 0) ticket = atomicAdd(&control->ticket, 1);
     ticket = __shfl_sync(~0u, ticket, 0);
     if (ticket >= count || abort->raised != 0) return false;
-    task = tasks[ticket];
+    task = tasks[ticket];  // by all lanes alike
     return true;
   }
   __device__ void wait_ready(const TileTask& task) {

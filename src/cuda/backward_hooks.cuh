@@ -149,9 +149,9 @@ struct BackwardHooks : HooksBase {
       case plan::TaskKind::d_hidden:
       case plan::TaskKind::shared_d_hidden:
         out.kind = TaskKind::d_hidden;
-        out.product = !routed                               ? kSharedDHidden
+        out.product = !routed                           ? kSharedDHidden
                       : plan::is_saved(plan, task.tile) ? kDHidden
-                                                            : kDHiddenRecomputed;
+                                                        : kDHiddenRecomputed;
         out.steps = g.hidden / kTileK;
         out.save_rows = routed ? plan::ceil_div(out.rows, kTileK) * kTileK : out.rows;
         columns = inter, tile_columns = plan::kTileDHidden;
@@ -183,8 +183,7 @@ struct BackwardHooks : HooksBase {
     out.steps = plan::ceil_div(contraction, kTileK);
     out.save_row0 = plan::ring_row(plan, segment.first_tile * plan::kTileRows);
     out.save_rows = (segment.previous >= 0 ? TileTask::kCarryIn : 0) |
-                    (segment.last == 0 ? TileTask::kCarryOut : 0) |
-                    (bad ? TileTask::kBadCall : 0);
+                    (segment.last == 0 ? TileTask::kCarryOut : 0) | (bad ? TileTask::kBadCall : 0);
     out.expert = segment.expert;
   }
 };

@@ -50,11 +50,6 @@ struct PackedTile {
       word[kPackedRegisters / 2 + i] = word[kPackedRegisters / 4 + i];
     }
   }
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kPackedRegisters; ++i) word[i] = 0;
-  }
-
   // d_hidden: what the registers behind its 192 columns hold.
   static constexpr int kNextGate = kTileInterGrad / 4, kNextUp = kNextGate + 4;
   static constexpr int kWeight = kNextUp + 4, kDot = kWeight + 2;  // of both row halves
@@ -117,6 +112,8 @@ class PendingTile {
     }
   }
 
+  __device__ __forceinline__ bool pending() const { return flags_ != 0; }
+  __device__ __forceinline__ void clear() { flags_ = 0; }
   __device__ __forceinline__ TaskKind kind() const {
     return static_cast<TaskKind>(flags_ >> kKindShift & 0xff);
   }
@@ -187,8 +184,8 @@ class PendingTile {
     flags_ |= static_cast<uint32_t>(task.cols) / kChunkColumns;
     const uint32_t row_pieces = static_cast<uint32_t>(product.d_hidden.row_elements) / 8;
     const uint32_t row_in = (product.gate_in_ring ? task.row0 : task.save_row0) + row;
-    piece_in_ = row_pieces * row_in + column / 16;
-    piece_out_ = row_pieces * (task.row0 + row) + column / 16;
+    first_ = uint64_t{row_pieces * (task.row0 + row) + column / 16} << 32 |
+             (row_pieces * row_in + column / 16);
     const float* weight = product.d_hidden.row_weight;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -204,8 +201,8 @@ class PendingTile {
   template <int kChunk>
   __device__ __forceinline__ uint64_t place(uint32_t piece) const {
     constexpr uint32_t kGroup = kChunk / 2, kHalf = kChunk % 2;
-    piece += kHalf * static_cast<uint32_t>(product().d_hidden.row_elements) +
-             kGroup * kChunkColumns / 8;
+    piece +=
+        kHalf * static_cast<uint32_t>(product().d_hidden.row_elements) + kGroup * kChunkColumns / 8;
     return uint64_t{piece} * 16;
   }
 
@@ -245,7 +242,7 @@ class PendingTile {
     }
     packed.word[PackedTile::kDot + kHalf] = __float_as_uint(dot);
     if (flags_ & kKeptRow << kHalf) {
-      const uint64_t at = place<kChunk>(piece_out_);
+      const uint64_t at = place<kChunk>(static_cast<uint32_t>(first_ >> 32));
       const auto store = [&](__nv_bfloat16* base, const uint32_t (&v)[4]) {
         ptx::store_global_16(reinterpret_cast<uint8_t*>(base) + at, uint4{v[0], v[1], v[2], v[3]});
       };
@@ -286,10 +283,10 @@ class PendingTile {
   // the lane's row and of the row 8 below. What else a slot needs comes from shared or constant
   // memory: with a few more registers in use here, the compiler waits for every single wgmma
   // (warning C7511).
+  // d_hidden: the lane's place in gate and up (low word of first_) and in d_gate and the rest (high
+  // word), in pieces of 16 bytes.
   uint64_t first_, second_;
-  // d_hidden: the lane's place in gate and up, and in d_gate and the rest, in pieces of 16 bytes.
-  uint32_t piece_in_, piece_out_;
-  uint32_t flags_;
+  uint32_t flags_ = 0;  // 0: nothing is pending
 };
 
 }  // namespace mok::cuda

@@ -31,7 +31,9 @@
 namespace mok::cuda {
 
 // What the core needs from its caller.
-//   bool next_task(TileTask& task)     whole schedule warp; lane 0's task counts; false = no more
+//   bool next_task(TileTask& task)     whole schedule warp; task is in shared memory: all lanes
+//   write
+//                                      the same; false = no more
 //   void wait_ready(const TileTask&)   one thread, before the task's first load of A. Must end with
 //                                      an acquire and fence_proxy_async, and return on abort
 //   void publish(const TileTask&)      one thread, after all stores of the tile by all threads were
@@ -57,11 +59,11 @@ __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks)
   for (uint32_t drawn = 0;; ++drawn) {
     if (!wait(shared.task_empty[at.slot()], at.phase() ^ 1, shared.abort)) return;
     if (drawn > 0 && !wait(shared.draw, (drawn - 1) & 1, shared.abort)) return;
-    TileTask task;
+    TileTask& task = shared.task[at.slot()];  // made in place: in registers it would not fit
     const bool more = hooks.next_task(task);
-    if (!more) task.kind = TaskKind::stop;
+    __syncwarp();
     if (threadIdx.x % kWarp == 0) {
-      shared.task[at.slot()] = task;
+      if (!more) task.kind = TaskKind::stop;
       shared.shape[at.slot()] = task.shape_of();
       shared.task_full[at.slot()].arrive();
     }
@@ -159,15 +161,12 @@ class TileConsumer {
       : shared_(shared), products_(products), group_(group), tile_(products) {}
 
   __device__ __forceinline__ void run() {
-    bool pending = false;  // tile_ holds the task before task_at_, not yet stored
     Next next = look_ahead<1>();
     while (true) {
-      if (pending && next != Next::spread) {
+      // What is pending is of the task before task_at_.
+      if (tile_.pending() && next != Next::spread) {
         next = look_ahead<kLooks>();
-        if (next != Next::spread) {
-          store_pending();
-          pending = false;
-        }
+        if (next != Next::spread) store_pending();
       }
       if (next == Next::unknown &&
           !wait(shared_.task_full[task_at_.slot()], task_at_.phase(), shared_.abort)) {
@@ -194,7 +193,7 @@ class TileConsumer {
           ptx::wgmma_settle(acc);
           multiply_flat<TaskKind::weight_grad, kTileN>(acc, shape.steps(), true);
         } else {
-          multiply(acc, shape, pending);
+          multiply(acc, shape);
         }
         // While the last products are in flight.
         task_at_.advance();
@@ -203,13 +202,11 @@ class TileConsumer {
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(acc);
         release(stage_.slot_before(1));
-        pending = true;
         if (kBackward && shape.kind() == TaskKind::weight_grad) {
           GradientStore store(products_.product[task.product], task);
           if (store.in_fp32()) {
             store.store(acc);
-            finish(task_at_.slot_before(1));
-            pending = false;
+            finish_pending();
           }
         }
         if (kBackward && shape.kind() == TaskKind::d_hidden) {
@@ -249,8 +246,8 @@ class TileConsumer {
                         look<kLooks>(shared_.full[stage_.slot()], stage_.phase());
     return spread ? Next::spread : Next::known;
   }
-  // In backward: d_hidden's epilogue needs registers that only its own products leave free; recomputed
-  // tiles are rare.
+  // In backward: d_hidden's epilogue needs registers that only its own products leave free;
+  // recomputed tiles are rare.
   __device__ __forceinline__ bool may_spread(TileTask::Shape shape) const {
     if (tile_.kind() == TaskKind::d_hidden || shape.kind() == TaskKind::d_hidden) {
       return tile_.kind() == shape.kind();
@@ -275,7 +272,10 @@ class TileConsumer {
   __device__ __forceinline__ const TileTask& pending_task() const {
     return shared_.task[task_at_.slot_before(1)];
   }
-  __device__ __forceinline__ void finish_pending() { finish(task_at_.slot_before(1)); }
+  __device__ __forceinline__ void finish_pending() {
+    finish(task_at_.slot_before(1));
+    tile_.clear();
+  }
   __device__ __forceinline__ void store_pending() {
     if (kBackward && tile_.kind() == TaskKind::d_hidden) {
       store_from<kBackward, 0>();
@@ -327,34 +327,32 @@ class TileConsumer {
   }
 
   // The whole product of a tile; kinds differ in how their operands lie and in columns.
-  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
-                                           bool pending) {
+  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape) {
     if constexpr (!kBackward) {
-      multiply_as<TaskKind::down>(acc, shape, pending);
+      multiply_as<TaskKind::down>(acc, shape);
     } else {
       switch (shape.kind()) {
         case TaskKind::d_hidden:
-          return multiply_as<TaskKind::d_hidden>(acc, shape, pending);
+          return multiply_as<TaskKind::d_hidden>(acc, shape);
         case TaskKind::d_input:
-          return multiply_as<TaskKind::d_input>(acc, shape, pending);
+          return multiply_as<TaskKind::d_input>(acc, shape);
         case TaskKind::weight_grad:
-          return multiply_as<TaskKind::weight_grad>(acc, shape, pending);
+          return multiply_as<TaskKind::weight_grad>(acc, shape);
         default:  // recomputed
           return multiply_flat<TaskKind::down, kTileN>(acc, shape.steps(), false);
       }
     }
   }
   template <TaskKind kKind>
-  __device__ __forceinline__ void multiply_as(float (&acc)[kTileN / 2], TileTask::Shape shape,
-                                              bool pending) {
+  __device__ __forceinline__ void multiply_as(float (&acc)[kTileN / 2], TileTask::Shape shape) {
     constexpr int kColumns = product_columns(kKind);
     if (shape.narrow()) {
       multiply_flat<kKind, kTileN / 2>(acc, shape.steps(), false);
     } else {
       issue_step<kKind, kColumns>(acc, false);
       int step = 1;
-      spread_from<kKind, 0>(acc, shape.steps(), pending, step);
-      if (pending) finish_pending();
+      spread_from<kKind, 0>(acc, shape.steps(), step);
+      if (tile_.pending()) finish_pending();
       advance_to<kKind, kColumns>(acc, step, shape.steps());
     }
   }
@@ -369,18 +367,17 @@ class TileConsumer {
   // s * steps / kEpilogueSlots. By recursion: a lambda of this size would not be inlined, and the
   // accumulators would go to memory.
   template <TaskKind kKind, int kSlot>
-  __device__ __forceinline__ void spread_from(float (&acc)[kTileN / 2], int steps, bool pending,
-                                              int& step) {
+  __device__ __forceinline__ void spread_from(float (&acc)[kTileN / 2], int steps, int& step) {
     if constexpr (kSlot < kEpilogueSlots) {
       advance_to<kKind, product_columns(kKind)>(acc, step, kSlot * steps / kEpilogueSlots + 1);
-      if (pending) {
+      if (tile_.pending()) {
         if constexpr (kKind == TaskKind::d_hidden) {
           tile_.template run_d_hidden_slot<kSlot>(pending_task());
         } else {
           tile_.template run_slot<kSlot, !kBackward>(pending_task());
         }
       }
-      spread_from<kKind, kSlot + 1>(acc, steps, pending, step);
+      spread_from<kKind, kSlot + 1>(acc, steps, step);
     }
   }
   template <TaskKind kKind, int kColumns>

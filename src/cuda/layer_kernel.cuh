@@ -107,6 +107,7 @@ struct HooksBase {
   __device__ void set_wait(TileTask& out, plan::Wait w) const {
     out.wait_counter = entry(w.counter, w.index);
     out.wait_target = w.target;
+    __syncwarp();
     if (leads() && ptx::load_acquire_gpu(at(out.wait_counter)) >= static_cast<uint32_t>(w.target)) {
       out.wait_counter = kNoCounter;
     }

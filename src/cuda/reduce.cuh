@@ -106,8 +106,8 @@ class Reducer {
   // sigmoid of the shared gate for the task's tokens, a warp each.
   __device__ void sigmas(const plan::Task& task) {
     for (int token = task.begin + thread_ / kWarp; token < task.end; token += kReducers / kWarp) {
-      const float sigma = shared_sigma(rank_.x + token * rank_.x_stride, rank_.shared_vector,
-                                              plan_.g.hidden);
+      const float sigma =
+          shared_sigma(rank_.x + token * rank_.x_stride, rank_.shared_vector, plan_.g.hidden);
       if (thread_ % kWarp == 0) shared_.sigma[token - task.begin] = sigma;
     }
     sync();

@@ -107,8 +107,8 @@ __device__ __forceinline__ void vector_grad(const RankState& rank, const plan::P
       const uint32_t pair[kOwn / 2] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
-        sum[j] = fmaf(factor, __uint_as_float(j % 2 == 0 ? pair[j / 2] << 16
-                                                         : pair[j / 2] & 0xffff0000u),
+        sum[j] = fmaf(factor,
+                      __uint_as_float(j % 2 == 0 ? pair[j / 2] << 16 : pair[j / 2] & 0xffff0000u),
                       sum[j]);
       }
     }
@@ -148,6 +148,7 @@ __device__ __forceinline__ void zero_padding(const RankState& rank, const plan::
   const auto zero = [&](plan::Buffer b) {
     uint8_t* to = rank.at<uint8_t>(b) + first;
     const int64_t bytes = padding * row_bytes;
+#pragma unroll 1
     for (int64_t i = threadIdx.x % kWarp * 16; i < bytes; i += kWarp * 16) {
       ptx::store_global_16(to + i, uint4{0, 0, 0, 0});
     }

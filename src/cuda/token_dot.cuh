@@ -1,6 +1,7 @@
 // Dot products of two rows of one token: x . gate and d_y . r_s.
 //
-// The order of additions is fixed: 32 chains of fused multiply-adds, lane c over elements c, c + 32,
+// The order of additions is fixed: 32 chains of fused multiply-adds, lane c over elements c, c +
+// 32,
 // ..., then the chains are added in pairs, c with c + 16, 8, 4, 2, 1.
 #pragma once
 
