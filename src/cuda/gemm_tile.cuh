@@ -190,7 +190,7 @@ class TileConsumer {
         float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
         if (kBackward && shape.carried_in()) {
           GradientStore(products_.product[task.product], task).carry_in(acc);
-          ptx::wgmma_settle(acc);
+          ptx::wgmma_settle<kTileN>(acc);
           multiply_flat<TaskKind::weight_grad, kTileN>(acc, shape.steps(), true);
         } else {
           multiply(acc, shape);
@@ -200,18 +200,20 @@ class TileConsumer {
         tile_.prepare(task);
         next = look_ahead<1>();
         ptx::wgmma_wait<0>();
-        ptx::wgmma_settle(acc);
         release(stage_.slot_before(1));
         if (kBackward && shape.kind() == TaskKind::weight_grad) {
           GradientStore store(products_.product[task.product], task);
           if (store.in_fp32()) {
+            ptx::wgmma_settle<kTileN>(acc);
             store.store(acc);
             finish_pending();
           }
         }
         if (kBackward && shape.kind() == TaskKind::d_hidden) {
+          ptx::wgmma_settle<kTileInterGrad>(acc);
           tile_.packed.template pack<kTileInterGrad>(acc);
         } else {
+          ptx::wgmma_settle<kTileN>(acc);
           tile_.packed.template pack<kTileN>(acc);
         }
         if (shape.narrow() && shape.kind() == TaskKind::gate_up) tile_.packed.move_up();
@@ -351,7 +353,7 @@ class TileConsumer {
     } else {
       issue_step<kKind, kColumns>(acc, false);
       int step = 1;
-      spread_from<kKind, 0>(acc, shape.steps(), step);
+      spread_from<kKind, 0>(acc, shape, step);
       if (tile_.pending()) finish_pending();
       advance_to<kKind, kColumns>(acc, step, shape.steps());
     }
@@ -367,9 +369,11 @@ class TileConsumer {
   // s * steps / kEpilogueSlots. By recursion: a lambda of this size would not be inlined, and the
   // accumulators would go to memory.
   template <TaskKind kKind, int kSlot>
-  __device__ __forceinline__ void spread_from(float (&acc)[kTileN / 2], int steps, int& step) {
+  __device__ __forceinline__ void spread_from(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                              int& step) {
     if constexpr (kSlot < kEpilogueSlots) {
-      advance_to<kKind, product_columns(kKind)>(acc, step, kSlot * steps / kEpilogueSlots + 1);
+      advance_to<kKind, product_columns(kKind)>(acc, step,
+                                                kSlot * shape.steps() / kEpilogueSlots + 1);
       if (tile_.pending()) {
         if constexpr (kKind == TaskKind::d_hidden) {
           tile_.template run_d_hidden_slot<kSlot>(pending_task());
@@ -377,7 +381,7 @@ class TileConsumer {
           tile_.template run_slot<kSlot, !kBackward>(pending_task());
         }
       }
-      spread_from<kKind, kSlot + 1>(acc, steps, step);
+      spread_from<kKind, kSlot + 1>(acc, shape, step);
     }
   }
   template <TaskKind kKind, int kColumns>

@@ -54,11 +54,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// After the last wait: no use of the accumulators may move above it.
-template <int kCount>
-__device__ __forceinline__ void wgmma_settle(float (&d)[kCount]) {
+// After the last wait: no use of the accumulators of kColumns may move above it. Those of other
+// columns are left alone: named here, they would be kept.
+template <int kColumns>
+__device__ __forceinline__ void wgmma_settle(float* d) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // Two floats -> bf16 pair, round to nearest even. Volatile: sunk to its use, it would keep both
