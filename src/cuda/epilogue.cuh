@@ -211,8 +211,7 @@ class PendingTile {
   __device__ __forceinline__ void ask_for() {
     constexpr int kGroup = kChunk / 2, kHalf = kChunk % 2;
     if (kGroup >= static_cast<int>(flags_ & kGroupsMask) || (flags_ & kRow << kHalf) == 0) return;
-    const uint64_t at =
-        first_ + kHalf * 16 * int64_t{product().d_hidden.row_elements} + kGroup * kChunkColumns * 2;
+    const uint64_t at = place<kChunk>(static_cast<uint32_t>(first_));
     uint32_t* next = packed.word + PackedTile::kNextGate;
     ptx::load_global_16(next, reinterpret_cast<const uint8_t*>(product().d_hidden.gate) + at);
     ptx::load_global_16(next + 4, reinterpret_cast<const uint8_t*>(product().d_hidden.up) + at);
