@@ -104,21 +104,47 @@ double Problem::scale(Tensor t) const {
   }
 }
 
+Grid Problem::grid(Tensor t) const {
+  if (std::isinf(shape_.swiglu_limit)) return {};
+  switch (t) {
+    case Tensor::x:
+      return {0.125f, kMostStepsX};
+    case Tensor::w_gate:
+    case Tensor::w_up:
+    case Tensor::shared_gate:
+    case Tensor::shared_up: {
+      int exponent = 0;
+      const double fraction = std::frexp(scale(t), &exponent);  // in [0.5, 1)
+      return {std::ldexp(0.25f, fraction < 0.75 ? exponent - 1 : exponent), kMostStepsWeight};
+    }
+    default:
+      return {};
+  }
+}
+
 void Problem::fill(Tensor t, int64_t begin, int64_t end, Precision precision, void* out) const {
   require(0 <= begin && begin <= end && end <= leading(t), "slice",
           std::to_string(begin) + ".." + std::to_string(end) + " of " + std::to_string(leading(t)));
   const Stream stream(seed_, static_cast<uint64_t>(t));
   const auto first = static_cast<uint64_t>(begin * row_elements(t));
   const int64_t n = (end - begin) * row_elements(t);
+  const Grid steps = grid(t);
+  const auto fill_as = [&]<class T>(T* to) {
+    if (steps.step > 0) {
+      fill_steps(stream, first, n, scale(t), steps, to);
+    } else {
+      fill_normal(stream, first, n, scale(t), to);
+    }
+  };
   switch (precision) {
     case Precision::bf16:
-      fill_normal(stream, first, n, scale(t), static_cast<bf16*>(out));
+      fill_as(static_cast<bf16*>(out));
       break;
     case Precision::fp32:
-      fill_normal(stream, first, n, scale(t), static_cast<float*>(out));
+      fill_as(static_cast<float*>(out));
       break;
     case Precision::fp64:
-      fill_normal(stream, first, n, scale(t), static_cast<double*>(out));
+      fill_as(static_cast<double*>(out));
       break;
   }
 }

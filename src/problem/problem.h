@@ -5,12 +5,21 @@
 //
 //   x, d_y   N(0, 1)                weights   N(0, 1) / sqrt(fan-in)
 //   topk_weights   positive, of one token adding up to 1 (over all K slots, -1 or not)
+//
+// With a finite swiglu_limit the gradient jumps where a gate or an up reaches it, so a sum that
+// another order of addition rounds to the other side of the limit would be all wrong there. Hence x
+// and the inward weights (w_gate, w_up, shared_gate, shared_up) are then whole steps (Grid): x
+// multiples of 1/8 within +-4, weights multiples of q within +-16 q, 4 q being the power of two
+// nearest to 1 / sqrt(H). A product is a multiple of q/8 of at most 32 * 16 of them; up to
+// H = kMostExactHidden their sum stays within 2^24 of them, so it is exact in fp32 in whichever
+// order, and gate and up have the same bits everywhere.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "mok/types.h"
+#include "problem/random.h"
 #include "problem/routing.h"
 #include "reference/reference.h"
 
@@ -29,6 +38,10 @@ enum class Tensor {
   shared_vector,  // [1, H]
 };
 
+inline constexpr int32_t kMostStepsX = 32;       // of 1/8
+inline constexpr int32_t kMostStepsWeight = 16;  // of q
+inline constexpr int64_t kMostExactHidden = (int64_t{1} << 24) / (kMostStepsX * kMostStepsWeight);
+
 // Throws bad_argument, naming the argument, unless 1 <= H, I; 1 <= E <= kMaxExperts;
 // 1 <= K <= min(E, kMaxTopk); 0 <= I_s; a gate only with a shared expert; limit > 0.
 void check_shape(const LayerShape& shape);
@@ -44,7 +57,8 @@ class Problem {
 
   int64_t leading(Tensor t) const;       // G, E, I_s, H or 1 (0 where there is no shared expert)
   int64_t row_elements(Tensor t) const;  // elements of one step of the leading dimension
-  double scale(Tensor t) const;          // standard deviation of the elements
+  double scale(Tensor t) const;          // standard deviation of the elements, before any steps
+  Grid grid(Tensor t) const;             // step 0 where any value may come
 
   // Elements [begin, end) of the leading dimension, contiguous, in the storage type of `precision`
   // (numerics::bf16, float, double). Safe to call from several threads.

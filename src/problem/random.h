@@ -54,6 +54,32 @@ constexpr Acc normal_factor(double scale) {
   return static_cast<Acc>(scale * kSqrt3 / 65536);
 }
 
+// Values of whole steps: step * k for an integer |k| <= most, exact in every storage type. No step:
+// any value.
+struct Grid {
+  float step = 0;  // a power of two
+  int32_t most = 0;
+};
+
+// The step nearest to bell * factor, factor as normal_factor<float> of a scale counted in steps.
+constexpr int32_t nearest_step(int32_t bell, float factor, int32_t most) {
+  const float steps = static_cast<float>(bell) * factor;
+  const int32_t k = static_cast<int32_t>(steps < 0 ? steps - 0.5f : steps + 0.5f);
+  return k > most ? most : k < -most ? -most : k;
+}
+
+template <class T>
+void fill_steps(const Stream& stream, uint64_t first, int64_t n, double scale, const Grid& grid,
+                T* out) {
+  using S = numerics::Storage<T>;
+  const auto factor = normal_factor<float>(scale / static_cast<double>(grid.step));
+  for (int64_t j = 0; j < n; ++j) {
+    const int32_t bell = stream.bell(first + static_cast<uint64_t>(j));
+    const float value = static_cast<float>(nearest_step(bell, factor, grid.most)) * grid.step;
+    out[j] = S::store(static_cast<numerics::Acc<T>>(value));
+  }
+}
+
 // out[j] = scale * normal(first + j). bf16 is the rounding of the fp32 value; fp64 has more digits.
 template <class T>
 void fill_normal(const Stream& stream, uint64_t first, int64_t n, double scale, T* out) {

@@ -151,6 +151,74 @@ TEST(Generator, NormalValuesOfTheStatedSpread) {
             p.values(Tensor::w_up, 0, 1, Precision::fp32));
 }
 
+LayerShape limited(int64_t hidden) {
+  return {.hidden = hidden,
+          .intermediate = 24,
+          .experts = 2,
+          .topk = 1,
+          .shared_intermediate = 24,
+          .swiglu_limit = 0.5f};
+}
+
+// A gate's sum is the same forwards and backwards: exact, and so is its rounding.
+TEST(LimitedProblems, GateSumsAreExactInAnyOrder) {
+  for (const int64_t H : {1, 64, 192, 2048, 2880, 7168}) {
+    const Problem p(limited(H), 16, {}, 7);
+    const auto x = get<float>(p, Tensor::x, 0, 16, Precision::fp32);
+    for (const Tensor t : {Tensor::w_gate, Tensor::w_up, Tensor::shared_gate, Tensor::shared_up}) {
+      const auto w = get<float>(p, t, 0, p.leading(t), Precision::fp32);
+      const int64_t columns = std::ssize(w) / H;
+      for (int64_t i = 0; i < 16 * columns; ++i) {
+        const float *a = &x[i / columns * H], *b = &w[i % columns * H];
+        float forwards = 0, backwards = 0;
+        double exact = 0;
+        for (int64_t h = 0; h < H; ++h) {
+          forwards += a[h] * b[h];
+          backwards += a[H - 1 - h] * b[H - 1 - h];
+          exact += static_cast<double>(a[h]) * static_cast<double>(b[h]);
+        }
+        ASSERT_EQ(forwards, backwards) << "H " << H;
+        ASSERT_EQ(static_cast<double>(forwards), exact) << "H " << H;
+      }
+    }
+  }
+}
+
+TEST(LimitedProblems, StepsAreBoundedAndTheSameInEveryType) {
+  static_assert(kMostExactHidden == 32768);
+  for (const int64_t H : {1, 3, 100, 2048, 32768}) {
+    const Problem p(limited(H), 20, {}, 7);
+    for (const Tensor t :
+         {Tensor::x, Tensor::w_gate, Tensor::w_up, Tensor::shared_gate, Tensor::shared_up}) {
+      const Grid grid = p.grid(t);
+      const auto v = p.values(t, 0, p.leading(t), Precision::fp64);
+      EXPECT_EQ(v, p.values(t, 0, p.leading(t), Precision::fp32));
+      EXPECT_EQ(v, p.values(t, 0, p.leading(t), Precision::bf16));
+      double squares = 0;
+      for (const double e : v) {
+        const double steps = e / static_cast<double>(grid.step);
+        ASSERT_EQ(steps, std::round(steps));
+        ASSERT_LE(std::fabs(steps), grid.most);
+        squares += e * e;
+      }
+      if (v.size() < 10000) continue;
+      EXPECT_NEAR(std::sqrt(squares / static_cast<double>(v.size())) / p.scale(t), 1, 0.03);
+    }
+    for (const Tensor t : {Tensor::d_y, Tensor::w_down, Tensor::shared_down}) {
+      EXPECT_EQ(p.grid(t).step, 0);
+    }
+  }
+  for (const Tensor t : kTensors) EXPECT_EQ(Problem(kShape, 1, {}, 1).grid(t).step, 0);
+}
+
+TEST(LimitedProblems, GoldenDigests) {
+  LayerShape shape = kShape;
+  shape.swiglu_limit = 1;
+  const Problem p(shape, 37, {}, 5);
+  EXPECT_EQ(digest(p, Precision::bf16), "8b15f066283ffd03");
+  EXPECT_EQ(digest(p, Precision::fp64), "94a11a9a86b396fe");
+}
+
 TEST(Generator, SeedsDiffer) {
   EXPECT_NE(digest(Problem(kShape, 4, {}, 0), Precision::bf16),
             digest(Problem(kShape, 4, {}, 1), Precision::bf16));
