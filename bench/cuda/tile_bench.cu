@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t lane = threadIdx.x % kWarp;
     switch (static_cast<ProducerWarp>(__shfl_sync(~0u, threadIdx.x / kWarp, 0))) {
       case ProducerWarp::load:
-        if (lane == 0) load_tiles<kBackward>(shared.tile, products, hooks);
+        if (lane == 0) TileLoader(shared.tile, products, hooks).template run<kBackward>();
         break;
       case ProducerWarp::schedule:
         schedule_tasks(shared.tile, hooks);

@@ -82,61 +82,124 @@ __device__ __forceinline__ void land_loads(TileShared& shared, const RingCursor<
   }
 }
 
-// One thread.
-template <bool kBackward, class Products, class Hooks>
-__device__ __forceinline__ void load_tiles(TileShared& shared, const Products& products,
-                                           Hooks& hooks) {
-  RingCursor<kTaskSlots> task_at;
-  RingCursor<kStages> stage;
-  while (wait(shared.task_full[task_at.slot()], task_at.phase(), shared.abort)) {
-    const TileTask task = shared.task[task_at.slot()];
-    if (task.kind == TaskKind::stop) return;
-    const Product& product = products.product[task.product];
-    const bool gate_up = task.kind == TaskKind::gate_up;
-    const bool over_rows = kBackward && a_is_transposed(task.kind);
-    const bool transposed_b = kBackward && b_is_transposed(task.kind);
-    const int a_boxes = task.rows > kHalfM ? 2 : 1;
-    const int columns = task.cols / kGroupN;  // boxes of B; twice in gate_up
-    // The first column of up stands behind the tile's columns of gate, whole or narrow.
-    const int side = task.shape_of().narrow() ? 1 : 2;
-    const int b_boxes = gate_up ? 2 * side : columns;
-    const uint32_t bytes = a_boxes * kHalfBytesA + b_boxes * kGroupBytesB;
-    const int draw_at = task.steps > kDrawLead ? task.steps - kDrawLead : 0;
-    const int half_way = kBackward && task.kind == TaskKind::d_input ? task.steps / 2 : task.steps;
-    const int expert = over_rows ? 0 : task.expert;
+// The loads of one tile task, by one thread. What differs between kinds is known at compile time:
+// every instruction between two loads delays the ring.
+template <class Products, class Hooks>
+class TileLoader {
+ public:
+  __device__ __forceinline__ TileLoader(TileShared& shared, const Products& products, Hooks& hooks)
+      : shared_(shared), products_(products), hooks_(hooks) {}
 
-    hooks.wait_ready(task);
-    if (task.steps == 0) shared.draw.arrive();
-    for (int step = 0; step < task.steps; ++step) {
-      if (step == draw_at) shared.draw.arrive();
-      if (!wait(shared.empty[stage.slot()], stage.phase() ^ 1, shared.abort)) {
-        return land_loads(shared, stage);
+  template <bool kBackward>
+  __device__ __forceinline__ void run() {
+    RingCursor<kTaskSlots> task_at;
+    bool go = true;
+    while (go && wait(shared_.task_full[task_at.slot()], task_at.phase(), shared_.abort)) {
+      const TileTask& task = shared_.task[task_at.slot()];
+      if (task.kind == TaskKind::stop) return;
+      hooks_.wait_ready(task);
+      to_draw_ = task.steps > kDrawLead ? task.steps - kDrawLead : 0;
+      if (task.steps == 0) shared_.draw.arrive();
+      const Product& product = products_.product[task.product];
+      const bool both_halves = task.rows > kHalfM;
+      if (task.kind == TaskKind::gate_up) {
+        go = task.shape_of().narrow() ? load_gate_up<1>(task, product, both_halves)
+                                      : load_gate_up<2>(task, product, both_halves);
+      } else if (!kBackward || task.kind == TaskKind::down) {
+        go = load<false, false>(task, product, 0, task.steps, both_halves);
+      } else if (task.kind == TaskKind::weight_grad) {
+        go = load<true, true>(task, product, 0, task.steps, both_halves);
+      } else if (task.kind == TaskKind::d_input) {
+        go = load<false, true>(task, product, 0, task.steps / 2, both_halves) &&
+             load<false, true>(task, product, 1, task.steps / 2, both_halves);
+      } else {
+        go = load<false, true>(task, product, 0, task.steps, both_halves);
       }
-      ptx::Mbarrier* full = &shared.full[stage.slot()];
-      uint8_t* a = shared.a[stage.slot()];
-      uint8_t* b = shared.b[stage.slot()];
-      full->arrive_expect(bytes);
-      const bool second = kBackward && step >= half_way;  // up, in d_input
-      const int k = (second ? step - half_way : step) * kTileK;
-      const CUtensorMap* map = &products.map[product.a[second]];
-      for (int i = 0; i < a_boxes; ++i) {
-        const int row = task.row0 + i * kHalfM;
-        ptx::load_tensor(a + i * kHalfBytesA, map, full, over_rows ? row : k,
-                         over_rows ? task.save_row0 + k : row, 0);
-      }
-      map = &products.map[product.b[second]];
-      for (int i = 0; i < b_boxes; ++i, b += kGroupBytesB) {
-        const bool up = gate_up && i >= side;
-        const int column = task.col0 + (up ? i - side : i) * kGroupN;
-        ptx::load_tensor(b, up ? &products.map[product.b[1]] : map, full, transposed_b ? column : k,
-                         transposed_b ? (over_rows ? task.save_row0 + k : k) : column, expert);
-      }
-      stage.advance();
+      task_at.advance();
     }
-    task_at.advance();
+    land_loads(shared_, stage_);
   }
-  land_loads(shared, stage);
-}
+
+ private:
+  // Waits for a free stage; false after an abort.
+  __device__ __forceinline__ bool begin(uint32_t bytes) {
+    if (to_draw_-- == 0) shared_.draw.arrive();
+    if (!wait(shared_.empty[stage_.slot()], stage_.phase() ^ 1, shared_.abort)) return false;
+    shared_.full[stage_.slot()].arrive_expect(bytes);
+    return true;
+  }
+
+  // kSide boxes of gate and as many of up, right behind them.
+  template <int kSide>
+  __device__ __forceinline__ bool load_gate_up(const TileTask& task, const Product& product,
+                                               bool both_halves) {
+    const CUtensorMap* a_map = &products_.map[product.a[0]];
+    const CUtensorMap* gate = &products_.map[product.b[0]];
+    const CUtensorMap* up = &products_.map[product.b[1]];
+    const int steps = task.steps, row = task.row0, column = task.col0, expert = task.expert;
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB;
+    for (int k = 0; k < steps * kTileK; k += kTileK) {
+      if (!begin(bytes)) return false;
+      ptx::Mbarrier* full = &shared_.full[stage_.slot()];
+      uint8_t* a = shared_.a[stage_.slot()];
+      uint8_t* b = shared_.b[stage_.slot()];
+      ptx::load_tensor(a, a_map, full, k, row, 0);
+      if (both_halves) ptx::load_tensor(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
+#pragma unroll
+      for (int i = 0; i < kSide; ++i) {
+        ptx::load_tensor(b + i * kGroupBytesB, gate, full, k, column + i * kGroupN, expert);
+      }
+#pragma unroll
+      for (int i = 0; i < kSide; ++i) {
+        ptx::load_tensor(b + (kSide + i) * kGroupBytesB, up, full, k, column + i * kGroupN, expert);
+      }
+      stage_.advance();
+    }
+    return true;
+  }
+
+  // `part`: which of the product's operands, for d_input.
+  template <bool kTransposedA, bool kTransposedB>
+  __device__ __forceinline__ bool load(const TileTask& task, const Product& product, int part,
+                                       int steps, bool both_halves) {
+    const CUtensorMap* a_map = &products_.map[product.a[part]];
+    const CUtensorMap* b_map = &products_.map[product.b[part]];
+    const int row = task.row0, column = task.col0, boxes = task.cols / kGroupN;
+    // A weight gradient's contraction runs over rows of the ring.
+    const int expert = kTransposedA ? 0 : task.expert;
+    const int k0 = kTransposedA ? task.save_row0 : 0;
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB;
+    for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
+      if (!begin(bytes)) return false;
+      ptx::Mbarrier* full = &shared_.full[stage_.slot()];
+      uint8_t* a = shared_.a[stage_.slot()];
+      uint8_t* b = shared_.b[stage_.slot()];
+      load_box<kTransposedA>(a, a_map, full, k, row, 0);
+      if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
+#pragma unroll
+      for (int i = 0; i < kTileN / kGroupN; ++i) {
+        if (i < boxes) {
+          load_box<kTransposedB>(b + i * kGroupBytesB, b_map, full, k, column + i * kGroupN,
+                                 expert);
+        }
+      }
+      stage_.advance();
+    }
+    return true;
+  }
+
+  template <bool kTransposed>
+  __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, ptx::Mbarrier* full,
+                                           int k, int row, int expert) {
+    ptx::load_tensor(to, map, full, kTransposed ? row : k, kTransposed ? k : row, expert);
+  }
+
+  TileShared& shared_;
+  const Products& products_;
+  Hooks& hooks_;
+  RingCursor<kStages> stage_;
+  int to_draw_ = 0;  // steps until the next ticket is to be drawn
+};
 
 // One thread. Its release covers the consumers' stores: they came before their arrivals at
 // task_done, and those before this thread's wait.

@@ -216,7 +216,8 @@ __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& pa
   switch (static_cast<ProducerWarp>(__shfl_sync(~0u, threadIdx.x / kWarp, 0))) {
     case ProducerWarp::load:
       if (lane == 0) {
-        load_tiles<Direction::kBackward>(shared.tile, params.tensors[share.which], hooks);
+        TileLoader(shared.tile, params.tensors[share.which], hooks)
+            .template run<Direction::kBackward>();
       }
       break;
     case ProducerWarp::schedule:

@@ -80,6 +80,7 @@ class Reducer {
     for (int i = thread_; i < kMostReduceTokens * kMaxTopk / 32; i += kReducers) {
       shared_.routed[i / (kMaxTopk / 32)][i % (kMaxTopk / 32)] = 0;
     }
+    sync();  // warps come here at their own time
     if (thread_ == 0) {
       bool go = true;
       plan::for_each_wait(plan_, task, [&](plan::Wait w) {
