@@ -7,30 +7,44 @@
 
 namespace mok::cuda {
 
+// Tasks that are drawn and filled in together, a lane each. Weight gradients of experts with few
+// rows last hardly longer than a draw with its look-ups.
+inline constexpr int kBatch = 4;
+
+struct BackwardShared {
+  TileTask drawn[kBatch];
+};
+
 struct BackwardHooks : HooksBase {
+  BackwardShared* more;
+
+  __device__ BackwardHooks(const HooksBase& base, BackwardShared* shared)
+      : HooksBase(base), more(shared) {}
+
   // Whole schedule warp.
-  __device__ bool next_task(TileTask& out) const {
-    plan::Task task;
-    while (draw(&task)) {
-      // A tile's loads can wait for one counter. What waits for more (hand-overs of the carry, the
-      // shared expert's gate) is rare, and waited for here; so is what this warp does itself.
-      const bool tile = is_tile(task.kind);
-      const int padding = padding_rows(task);
-      int waits = 0;
-      plan::for_each_wait(plan, task, [&](plan::Wait) { ++waits; });
-      const bool here = !tile || waits != 1 || (padding > 0 && plan.s.windows > 2);
-      if (here && !wait_for(task)) return false;
-      if (!tile) {
+  __device__ bool next_task(TileTask& out) {
+    while (true) {
+      if (at_ == drawn_ && !draw_batch()) return false;
+      const int which = at_++;
+      const plan::Task task = of_lane(which);
+      if (waiter.abort->raised != 0 || task.kind == plan::TaskKind::count) return false;
+      if (task.kind == plan::TaskKind::reduce) {
+        if (leads()) *first_reduce = {first_ + which, drawn_ - which};
+        return false;
+      }
+      if (__shfl_sync(~0u, waits_here_, which) && !wait_for(task)) return false;
+      if (!is_tile(task.kind)) {
         small_task(task);
         continue;
       }
-      if (padding > 0) zero_padding(rank, plan, task.tile);
-      fill(task, out);
-      out.wait_counter = kNoCounter;
-      if (!here) plan::for_each_wait(plan, task, [&](plan::Wait w) { set_wait(out, w); });
+      if (padding_rows(task) > 0) zero_padding(rank, plan, task.tile);
+      const auto* words = reinterpret_cast<const uint32_t*>(&more->drawn[which]);
+      if (threadIdx.x % kWarp < sizeof(TileTask) / 4) {
+        reinterpret_cast<uint32_t*>(&out)[threadIdx.x % kWarp] = words[threadIdx.x % kWarp];
+      }
+      __syncwarp();
       return true;
     }
-    return false;
   }
 
   __device__ void wait_ready(const TileTask& task) const {
@@ -70,6 +84,51 @@ struct BackwardHooks : HooksBase {
         return task.product < kRecomputeSharedGateUp ? plan::TaskKind::weight_grad
                                                      : plan::TaskKind::shared_weight_grad;
     }
+  }
+
+  // Draws tickets and fills in their tasks; false when there are no more.
+  __device__ bool draw_batch() {
+    const int lane = threadIdx.x % kWarp;
+    const int wanted = small_tiles_ ? kBatch : 1;
+    const int32_t end = plan::tickets(plan, plan::Queue::compute);
+    int32_t ticket = 0;
+    if (leads()) ticket = static_cast<int32_t>(atomicAdd(&rank.tickets->compute, wanted));
+    first_ = __shfl_sync(~0u, ticket, 0);
+    if (first_ >= end) return false;
+    at_ = 0;
+    drawn_ = min(wanted, end - first_);
+    mine_.kind = plan::TaskKind::count;
+    waits_here_ = false;
+    if (lane < drawn_) {
+      mine_ = plan::decode(plan, plan::Queue::compute, first_ + lane);
+      // A tile's loads can wait for one counter. What waits for more (hand-overs of the carry, the
+      // shared expert's gate) is rare, and waited for by this warp; so is what it does itself.
+      int waits = 0;
+      plan::for_each_wait(plan, mine_, [&](plan::Wait) { ++waits; });
+      const bool tile = is_tile(mine_.kind);
+      waits_here_ = mine_.kind != plan::TaskKind::reduce &&
+                    (!tile || waits != 1 || (plan.s.windows > 2 && padding_rows(mine_) > 0));
+      if (tile) {
+        TileTask& out = more->drawn[lane];
+        fill(mine_, out);
+        out.wait_counter = kNoCounter;
+        if (!waits_here_) {
+          plan::for_each_wait(plan, mine_, [&](plan::Wait w) { set_wait(out, w); });
+        }
+      }
+    }
+    __syncwarp();
+    small_tiles_ = __shfl_sync(
+        ~0u, mine_.kind == plan::TaskKind::weight_grad && more->drawn[0].steps <= 16, 0);
+    return true;
+  }
+  __device__ plan::Task of_lane(int lane) const {
+    plan::Task task;
+    task.kind = static_cast<plan::TaskKind>(__shfl_sync(~0u, static_cast<int>(mine_.kind), lane));
+    task.minibatch = __shfl_sync(~0u, mine_.minibatch, lane);
+    task.tile = __shfl_sync(~0u, mine_.tile, lane);
+    task.column = __shfl_sync(~0u, mine_.column, lane);
+    return task;  // what waits, signals and the small tasks need
   }
 
   static __device__ bool is_tile(plan::TaskKind kind) {
@@ -186,12 +245,20 @@ struct BackwardHooks : HooksBase {
                     (segment.last == 0 ? TileTask::kCarryOut : 0) | (bad ? TileTask::kBadCall : 0);
     out.expert = segment.expert;
   }
+
+  // The batch in hand: tickets first_ .. first_ + drawn_ - 1, of which at_ are handed out.
+  int32_t first_ = 0;
+  int at_ = 0, drawn_ = 0;
+  plan::Task mine_;          // the lane's task of the batch
+  bool waits_here_ = false;  // of the lane's task
+  bool small_tiles_ = false;
 };
 
 static_assert(kTileInterGrad == plan::kTileDHidden && kTileM == plan::kGradRows &&
               kTileN == plan::kGradCols);
 
 struct Backward {
+  using Shared = BackwardShared;
   static constexpr bool kBackward = true;
   using Tensors = BackwardTensors;
   using Hooks = BackwardHooks;

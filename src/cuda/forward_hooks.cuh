@@ -6,6 +6,10 @@
 namespace mok::cuda {
 
 struct ForwardHooks : HooksBase {
+  struct Shared {};  // needs none
+
+  __device__ ForwardHooks(const HooksBase& base, Shared*) : HooksBase(base) {}
+
   static __device__ plan::TaskKind plan_kind(const TileTask& task) {
     const bool shared = task.product >= kSharedGateUpProduct;
     return task.kind == TaskKind::gate_up
@@ -45,7 +49,10 @@ struct ForwardHooks : HooksBase {
       out.save_rows = gate_up && kept ? out.rows : 0;
       out.expert = shared ? 0 : plan.s.tile[task.tile].expert;
       out.wait_counter = kNoCounter;
-      plan::for_each_wait(plan, task, [&](plan::Wait w) { set_wait(out, w); });
+      plan::for_each_wait(plan, task, [&](plan::Wait w) {
+        __syncwarp();
+        if (leads()) set_wait(out, w);
+      });
       plan::for_each_signal(plan, task, [&](plan::Counter c, int index) {
         if (c != plan::Counter::window_done) out.done_counter = entry(c, index);
       });
@@ -70,6 +77,7 @@ struct ForwardHooks : HooksBase {
 };
 
 struct Forward {
+  using Shared = ForwardHooks::Shared;
   static constexpr bool kBackward = false;
   using Tensors = ForwardTensors;
   using Hooks = ForwardHooks;

@@ -47,7 +47,8 @@ concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
 
 // The next ticket is drawn this many steps before the last load of a task: late, so that a block
 // sits on no work that another could begin, but early enough to hide the draw, its decoding and the
-// look at its counter (5000 cycles; a step is 1024).
+// look at its counter (5000 cycles; a step is 1024). In backward, whose scheduler has more to do
+// and whose tiles are short: at once.
 inline constexpr int kDrawLead = 10;
 
 inline constexpr uint32_t kHalfBytesA = kHalfM * kTileK * 2;
@@ -98,7 +99,7 @@ class TileLoader {
       const TileTask& task = shared_.task[task_at.slot()];
       if (task.kind == TaskKind::stop) return;
       hooks_.wait_ready(task);
-      to_draw_ = task.steps > kDrawLead ? task.steps - kDrawLead : 0;
+      to_draw_ = kBackward ? 0 : max(task.steps - kDrawLead, 0);
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
       const bool both_halves = task.rows > kHalfM;

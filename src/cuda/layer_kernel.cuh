@@ -29,8 +29,9 @@ struct LayerParams {
 };
 
 // Phases are kept in shared memory when they fit; a longer queue is read from where it is.
-template <bool kBackward>
+template <class Direction>
 struct LayerShared {
+  static constexpr bool kBackward = Direction::kBackward;
   static constexpr int kComputePhases = kBackward ? 160 : 64;
   static constexpr int kCommunicationPhases = 64;
   union {
@@ -43,8 +44,9 @@ struct LayerShared {
   plan::Phase compute[kComputePhases], communication[kCommunicationPhases];
   AbortFlag abort;  // outlives the phases
   int64_t call;
-  int32_t first_reduce;
+  ReduceTickets first_reduce;
   uint32_t left;
+  typename Direction::Shared hooks;
   __device__ LayerShared() {}
 };
 
@@ -53,7 +55,7 @@ struct HooksBase {
   const RankState& rank;
   const plan::Plan& plan;
   const Waiter& waiter;
-  int32_t* first_reduce;  // shared memory: the reduce ticket that this block drew
+  ReduceTickets* first_reduce;  // shared memory: the reduce tickets that this block drew
 
   static constexpr int32_t kNoCounter = -1;
 
@@ -75,7 +77,7 @@ struct HooksBase {
     }
     *task = plan::decode(plan, plan::Queue::compute, ticket);
     if (task->kind != plan::TaskKind::reduce) return true;
-    if (leads()) *first_reduce = ticket;
+    if (leads()) *first_reduce = {ticket, 1};
     return false;
   }
 
@@ -102,13 +104,12 @@ struct HooksBase {
     __syncwarp();
   }
 
-  // The counter that the loads of a tile task wait for. Mostly the inputs are there by now: then
-  // they need not look again.
+  // The counter that the loads of a tile task wait for; by one thread. Mostly the inputs are there
+  // by now: then they need not look again.
   __device__ void set_wait(TileTask& out, plan::Wait w) const {
     out.wait_counter = entry(w.counter, w.index);
     out.wait_target = w.target;
-    __syncwarp();
-    if (leads() && ptx::load_acquire_gpu(at(out.wait_counter)) >= static_cast<uint32_t>(w.target)) {
+    if (ptx::load_acquire_gpu(at(out.wait_counter)) >= static_cast<uint32_t>(w.target)) {
       out.wait_counter = kNoCounter;
     }
   }
@@ -171,11 +172,11 @@ __device__ __forceinline__ void bring_phases(const plan::Phase* from, int phases
 
 template <class Direction, int kRanks>
 __device__ __forceinline__ bool prepare(const LayerParams<Direction, kRanks>& params,
-                                        LayerShared<Direction::kBackward>& shared) {
+                                        LayerShared<Direction>& shared) {
   const RankState& rank = params.rank[Share<kRanks>(params.ranks_here).which];
   if (threadIdx.x == 0) {
     shared.abort.raised = 0;
-    shared.first_reduce = -1;
+    shared.first_reduce = {0, 0};
     shared.call = *const_cast<volatile int64_t*>(rank.call) + 1;
   }
   __syncthreads();
@@ -207,11 +208,11 @@ __device__ __forceinline__ bool prepare(const LayerParams<Direction, kRanks>& pa
 
 template <class Direction, int kRanks>
 __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& params,
-                                        LayerShared<Direction::kBackward>& shared) {
+                                        LayerShared<Direction>& shared) {
   const Share<kRanks> share(params.ranks_here);
   const RankState& rank = params.rank[share.which];
   const Waiter waiter{rank, &shared.tile.abort, shared.call};
-  typename Direction::Hooks hooks{{rank, shared.plan, waiter, &shared.first_reduce}};
+  typename Direction::Hooks hooks({rank, shared.plan, waiter, &shared.first_reduce}, &shared.hooks);
   const uint32_t lane = threadIdx.x % kWarp;
   switch (static_cast<ProducerWarp>(__shfl_sync(~0u, threadIdx.x / kWarp, 0))) {
     case ProducerWarp::load:
@@ -237,7 +238,7 @@ __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& pa
 
 template <class Direction, int kRanks>
 __device__ __forceinline__ void reduce(const LayerParams<Direction, kRanks>& params,
-                                       LayerShared<Direction::kBackward>& shared) {
+                                       LayerShared<Direction>& shared) {
   const RankState& rank = params.rank[Share<kRanks>(params.ranks_here).which];
   const Waiter waiter{rank, &shared.tile.abort, shared.call};
   Reducer<Direction::kBackward>(rank, shared.plan, waiter, shared.reduce).run(shared.first_reduce);
@@ -249,7 +250,7 @@ template <class Direction, int kRanks>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_kernel(const __grid_constant__ LayerParams<Direction, kRanks> params) {
   extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<LayerShared<Direction::kBackward>*>(raw);
+  auto& shared = *reinterpret_cast<LayerShared<Direction>*>(raw);
   if (prepare(params, shared)) {
     if (threadIdx.x < kWarpgroup) {
       ptx::lower_registers<kProducerRegisters>();

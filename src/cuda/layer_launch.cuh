@@ -17,7 +17,7 @@ void launch_for(const Launch<Args>& l) {
     params->rank[i] = l.ranks[i].state;
     fill_products(l.ranks[i].state, l.shape, *l.ranks[i].args, &params->tensors[i]);
   }
-  constexpr int kBytes = sizeof(LayerShared<Direction::kBackward>);
+  constexpr int kBytes = sizeof(LayerShared<Direction>);
   static_assert(kBytes <= 227 * 1024);
   static_assert(sizeof(LayerParams<Direction, kRanks>) <= 32764);
   static_assert(kFetchTaskRows == kMostEntries && kReduceTaskTokens == kMostReduceTokens);

@@ -17,6 +17,11 @@ namespace mok::cuda {
 
 inline constexpr int kMostReduceTokens = 8;
 
+// Tickets of reduce tasks that a block has drawn among those of tiles.
+struct ReduceTickets {
+  int32_t first, count;
+};
+
 struct ReduceShared {
   int32_t ticket;
   int32_t go;
@@ -46,17 +51,20 @@ class Reducer {
                      ReduceShared& shared)
       : rank_(rank), plan_(p), wait_(waiter), shared_(shared) {}
 
-  // `ticket`: the first one, already drawn by this block, or -1. The next one is drawn while the
-  // rows of this one are on their way.
-  __device__ void run(int32_t ticket) {
+  // `mine`: what this block has drawn already. The next ticket is drawn while the rows of this one
+  // are on their way.
+  __device__ void run(ReduceTickets mine) {
     const int32_t end = plan::tickets(plan_, plan::Queue::compute);
     const plan::Phase last = plan_.compute[plan_.compute_phases - 1];  // reduce
     const auto draw = [&] {
-      if (thread_ == 0) {
+      if (--mine.count > 0) {
+        if (thread_ == 0) shared_.ticket = ++mine.first;
+      } else if (thread_ == 0) {
         shared_.ticket = static_cast<int32_t>(atomicAdd(&rank_.tickets->compute, 1));
       }
     };
-    if (ticket < 0) {
+    int32_t ticket = mine.first;
+    if (mine.count == 0) {
       draw();
       sync();
       ticket = shared_.ticket;

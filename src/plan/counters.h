@@ -163,7 +163,7 @@ MOK_HD void for_each_signal(const Plan& p, const Task& t, F&& f) {
       window_done(window_of_tile(p, t.tile));
       break;
     case TaskKind::weight_grad:
-      f(Counter::segment_done, t.tile);
+      if (p.s.windows > 1) f(Counter::segment_done, t.tile);  // else nobody carries on
       window_done(p.s.segment[t.tile].window);
       break;
     case TaskKind::shared_d_hidden:
