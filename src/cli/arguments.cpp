@@ -64,6 +64,11 @@ void Arguments::add_knobs(CLI::App& app) {
 }
 
 void Arguments::add_execution(CLI::App& app) {
+  app.add_option("--grads", grads,
+                 "weight gradients: sum (fp32), bf16, or accumulate: added to fp32 zeros (default: "
+                 "sum; mok bench: bf16)")
+      ->check(CLI::IsMember({"sum", "bf16", "accumulate"}))
+      ->type_name("MODE");
   app.add_option("--device", device, "cpu, cuda, or auto: cuda where it can do what is asked")
       ->check(CLI::IsMember({"cpu", "cuda", "auto"}))
       ->type_name("D");
@@ -198,6 +203,11 @@ Spec Arguments::spec(Use use) const {
   require(progress_ >= 0 && progress_ <= kMostSeconds, "--progress-deadline", "is outside 0..1e9");
   spec.deadlines = {arrival_, progress_};
   spec.processes = ranks_ == "processes";
+  spec.grads = grads == "bf16"         ? GradMode::storage
+               : grads == "accumulate" ? GradMode::accumulate
+                                       : GradMode::sum;
+  require(spec.grads != GradMode::storage || spec.precision == Precision::bf16, "--grads",
+          "bf16 goes with --precision bf16 only");
   spec.sm_reserve = static_cast<int>(range("--sm-reserve", sm_reserve_, 0, 1024));
   spec.comm_blocks = static_cast<int>(range("--comm-blocks", comm_blocks_, 0, 1024));
   choose_device(spec);

@@ -15,7 +15,7 @@ class Arguments {
  public:
   void add_shape(CLI::App& app);      // --model, or its sizes
   void add_problem(CLI::App& app);    // --tokens, --ep, --routing, --seed, --precision, --pass
-  void add_execution(CLI::App& app);  // --device, --ranks, workers, deadlines, GPUs
+  void add_execution(CLI::App& app);  // --device, --ranks, workers, deadlines, GPUs, --grads
   void add_knobs(CLI::App& app);      // --ring, --minibatch, --saved-rows
 
   // For subcommands that hold several values of one option: sets what was not given.
@@ -29,7 +29,7 @@ class Arguments {
   bool has_sizes() const { return hidden_ || intermediate_ || experts_ || topk_; }
 
   std::string model, routing = "uniform", tokens, pass;
-  std::string device = "auto";
+  std::string device = "auto", grads;  // grads: empty = sum
 
  private:
   LayerShape shape(Spec& spec) const;

@@ -104,9 +104,11 @@ Json to_json(const Spec& spec, const Result& r) {
 }
 
 void print_head(const Spec& spec) {
-  std::printf("%s, ep %d%s, %s, %d calls after %d\n", to_string(spec.device), spec.ranks(),
-              spec.is_virtual() ? " (virtual)" : "", to_string(spec.precision), spec.repeat,
-              spec.warm_up);
+  const std::string grads =
+      spec.backward ? std::string(", gradients ") + to_string(spec.grads) : "";
+  std::printf("%s, ep %d%s, %s%s, %d calls after %d\n", to_string(spec.device), spec.ranks(),
+              spec.is_virtual() ? " (virtual)" : "", to_string(spec.precision), grads.c_str(),
+              spec.repeat, spec.warm_up);
   std::printf("%-18s %-11s %8s %10s %9s%s %9s %8s %8s %9s\n", "model", "routing", "tokens",
               "forward ms", "TFLOP/s",
               spec.backward ? "  backw. ms   TFLOP/s    both ms   TFLOP/s" : "", "link MB", "GB/s",
@@ -158,6 +160,8 @@ int run_bench(Options options) {
       spec.repeat = static_cast<int>(options.repeat);
       spec.warm_up = static_cast<int>(options.warm_up);
       spec.compare_bits = false;
+      // What others' products write (bench/products_only.py).
+      if (a.grads.empty() && spec.precision == Precision::bf16) spec.grads = GradMode::storage;
       make_problem(spec, spec.seed);
       specs.push_back(std::move(spec));
     }
@@ -193,6 +197,7 @@ int run_bench(Options options) {
     j["device"] = to_string(first.device);
     j["ep"] = first.ranks();
     j["precision"] = to_string(first.precision);
+    if (first.backward) j["grads"] = to_string(first.grads);
     if (first.device == Device::cuda) {
       j["gpus"] = first.gpus;
       j["virtual"] = first.is_virtual();

@@ -37,6 +37,7 @@ Json to_json(const Report& report) {
   j["routing"] = problem::to_string(spec.routing);
   j["seed"] = spec.seed;
   j["pass"] = spec.backward ? "both" : "forward";
+  if (spec.backward) j["grads"] = to_string(spec.grads);
   if (spec.device == Device::cuda) {
     j["gpus"] = spec.gpus;
     j["virtual"] = spec.is_virtual();
@@ -86,6 +87,9 @@ void print_text(const Report& report) {
     where += std::to_string(spec.physical_gpus()) + " GPU)";
   } else {
     where += spec.processes ? ", ranks are processes" : ", ranks are threads";
+  }
+  if (spec.backward && spec.grads != GradMode::sum) {
+    where += std::string(", gradients ") + to_string(spec.grads);
   }
   std::printf("%s\n", shape_text(spec).c_str());
   if (!spec.note.empty()) std::printf("note: %s\n", spec.note.c_str());

@@ -16,7 +16,7 @@ enum class Out : int {
   y,               // [T, H]
   d_x,             // [T, H]
   d_topk_weights,  // [T, K]
-  // Sums, fp32 (fp64 in fp64)
+  // As spec.grads says: sums (fp32; fp64 in fp64) or bf16
   d_w_gate,         // [E_local, I, H]
   d_w_up,           // [E_local, I, H]
   d_w_down,         // [E_local, H, I]
@@ -29,6 +29,7 @@ enum class Out : int {
 inline constexpr int kOuts = static_cast<int>(Out::count);
 const char* to_string(Out out);
 constexpr bool is_shared(Out out) { return out >= Out::d_shared_gate; }
+constexpr bool is_weight_grad(Out out) { return out >= Out::d_w_gate; }
 
 // A rank's part of a tensor: 0 rows where the problem has none.
 struct Extent {

@@ -75,7 +75,7 @@ class RankRun {
     const int calls = spec_.warm_up + spec_.repeat;
     for (int call = 0; call < calls; ++call) {
       const TokenInputs& in = tokens_[call % tokens_.size()];
-      if (spec_.compare_bits) poison();
+      prepare_outputs();
       CallTimes t = {};
       t.forward_begin = now();
       workspace_->forward(forward_args(in));
@@ -96,9 +96,13 @@ class RankRun {
  private:
   std::byte* out(Out o) const { return outputs_[static_cast<int>(o)].data(); }
 
-  void poison() {
-    for (const Memory& m : outputs_) {
-      if (m.bytes() > 0) std::memset(m.data(), 0xff, static_cast<size_t>(m.bytes()));
+  // NaN, where that shows what was not written; zeros where gradients are added to.
+  void prepare_outputs() {
+    for (int o = 0; o < kOuts; ++o) {
+      const Memory& m = outputs_[o];
+      const bool zero = spec_.grads == GradMode::accumulate && is_weight_grad(static_cast<Out>(o));
+      if (m.bytes() == 0 || !(zero || spec_.compare_bits)) continue;
+      std::memset(m.data(), zero ? 0 : 0xff, static_cast<size_t>(m.bytes()));
     }
   }
 
@@ -143,15 +147,15 @@ class RankRun {
     if (!spec_.backward) return a;
     a.d_x = {out(Out::d_x), h};
     a.d_topk_weights = out(Out::d_topk_weights);
-    a.d_gate = {{out(Out::d_w_gate), i * h, h}, GradMode::sum};
-    a.d_up = {{out(Out::d_w_up), i * h, h}, GradMode::sum};
-    a.d_down = {{out(Out::d_w_down), h * i, i}, GradMode::sum};
+    a.d_gate = {{out(Out::d_w_gate), i * h, h}, spec_.grads};
+    a.d_up = {{out(Out::d_w_up), i * h, h}, spec_.grads};
+    a.d_down = {{out(Out::d_w_down), h * i, i}, spec_.grads};
     if (shared > 0) {
-      a.d_shared_gate_proj = {{out(Out::d_shared_gate), h}, GradMode::sum};
-      a.d_shared_up_proj = {{out(Out::d_shared_up), h}, GradMode::sum};
-      a.d_shared_down_proj = {{out(Out::d_shared_down), shared}, GradMode::sum};
+      a.d_shared_gate_proj = {{out(Out::d_shared_gate), h}, spec_.grads};
+      a.d_shared_up_proj = {{out(Out::d_shared_up), h}, spec_.grads};
+      a.d_shared_down_proj = {{out(Out::d_shared_down), shared}, spec_.grads};
     }
-    if (s.shared_gate) a.d_shared_gate_vector = {{out(Out::d_shared_vector), h}, GradMode::sum};
+    if (s.shared_gate) a.d_shared_gate_vector = {{out(Out::d_shared_vector), h}, spec_.grads};
     return a;
   }
 

@@ -143,7 +143,7 @@ class CudaRun {
     }
     std::vector<Digests> first;
     for (int call = 0; call < calls_; ++call) {
-      if (spec_.compare_bits) poison();
+      prepare_outputs();
       launch(call);
       if (spec_.compare_bits) {
         workspace_->synchronize();
@@ -251,15 +251,15 @@ class CudaRun {
     a.d_y = {t.d_y.data(), h};
     a.d_x = {out(Out::d_x), h};
     a.d_topk_weights = out(Out::d_topk_weights);
-    a.d_gate = {{out(Out::d_w_gate), i * h, h}, GradMode::sum};
-    a.d_up = {{out(Out::d_w_up), i * h, h}, GradMode::sum};
-    a.d_down = {{out(Out::d_w_down), h * i, i}, GradMode::sum};
+    a.d_gate = {{out(Out::d_w_gate), i * h, h}, spec_.grads};
+    a.d_up = {{out(Out::d_w_up), i * h, h}, spec_.grads};
+    a.d_down = {{out(Out::d_w_down), h * i, i}, spec_.grads};
     if (shared > 0) {
-      a.d_shared_gate_proj = {{out(Out::d_shared_gate), h}, GradMode::sum};
-      a.d_shared_up_proj = {{out(Out::d_shared_up), h}, GradMode::sum};
-      a.d_shared_down_proj = {{out(Out::d_shared_down), shared}, GradMode::sum};
+      a.d_shared_gate_proj = {{out(Out::d_shared_gate), h}, spec_.grads};
+      a.d_shared_up_proj = {{out(Out::d_shared_up), h}, spec_.grads};
+      a.d_shared_down_proj = {{out(Out::d_shared_down), shared}, spec_.grads};
     }
-    if (s.shared_gate) a.d_shared_gate_vector = {{out(Out::d_shared_vector), h}, GradMode::sum};
+    if (s.shared_gate) a.d_shared_gate_vector = {{out(Out::d_shared_vector), h}, spec_.grads};
     return a;
   }
 
@@ -276,12 +276,18 @@ class CudaRun {
     return a;
   }
 
-  void poison() {
+  // NaN, where that shows what was not written; zeros where gradients are added to. Before the
+  // events that time the call.
+  void prepare_outputs() {
     for (int r = 0; r < spec_.ranks(); ++r) {
       use_gpu(spec_.gpus[r]);
-      for (const GpuMemory& m : ranks_[r].outputs) {
-        if (m.bytes() == 0) continue;
-        check_cuda(cudaMemsetAsync(m.data(), 0xff, static_cast<size_t>(m.bytes()), lane(r).stream),
+      for (int o = 0; o < kOuts; ++o) {
+        const GpuMemory& m = ranks_[r].outputs[o];
+        const bool zero =
+            spec_.grads == GradMode::accumulate && is_weight_grad(static_cast<Out>(o));
+        if (m.bytes() == 0 || !(zero || spec_.compare_bits)) continue;
+        check_cuda(cudaMemsetAsync(m.data(), zero ? 0 : 0xff, static_cast<size_t>(m.bytes()),
+                                   lane(r).stream),
                    "outputs");
       }
     }

@@ -24,6 +24,20 @@ const char* to_string(Precision precision) {
   return precision == Precision::bf16 ? "bf16" : precision == Precision::fp32 ? "fp32" : "fp64";
 }
 
+const char* to_string(GradMode grads) {
+  switch (grads) {
+    case GradMode::none:
+      return "none";
+    case GradMode::storage:
+      return "bf16";
+    case GradMode::sum:
+      return "sum";
+    case GradMode::accumulate:
+      break;
+  }
+  return "accumulate";
+}
+
 const char* to_string(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
 
 plan::Geometry geometry(const Spec& spec, plan::Direction direction) {

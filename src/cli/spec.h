@@ -22,6 +22,7 @@ struct Spec {
   uint64_t seed = 1;
   Precision precision = Precision::bf16;
   bool backward = true;
+  GradMode grads = GradMode::sum;  // of all weight gradients; never none
   Device device = Device::cpu;
   WorkspaceOptions workspace;  // max_tokens is filled in
   GroupOptions deadlines;
@@ -45,6 +46,7 @@ struct Spec {
 
 const char* to_string(Precision precision);
 const char* to_string(Device device);
+const char* to_string(GradMode grads);  // as --grads names them
 
 // Sizes as the executors choose them from these options, for any rank.
 plan::Geometry geometry(const Spec& spec, plan::Direction direction);

@@ -92,6 +92,45 @@ def test_knobs_change_no_bit(knobs):
     assert run(*arguments)["digest"] == run(*arguments, *knobs)["digest"]
 
 
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_gradients_as_asked(ranks):
+    problem = [*SHARED, "--ep", 2, "--tokens", "60,33", "--check", "--repeat", 2, "--ranks", ranks]
+    plain, total, rounded, added = (
+        run(*problem, *(["--grads", mode] if mode else []))
+        for mode in ("", "sum", "bf16", "accumulate")
+    )
+    modes = [r["grads"] for r in (plain, total, rounded, added)]
+    assert modes == ["sum", "sum", "bf16", "accumulate"]
+    assert all(r["check"]["pass"] and r["repeat_same_bits"] for r in (plain, total, rounded, added))
+    # Added to zeros, a sum is itself.
+    for key in ("digest", "digest_shared"):
+        assert plain[key] == total[key] == added[key]
+    for name in OUTPUTS:
+        assert (rounded["digest"][name] == plain["digest"][name]) == (not name.startswith("d_w_"))
+    for shared, sums in zip(rounded["digest_shared"], plain["digest_shared"], strict=True):
+        assert all(shared[name] != sums[name] for name in sums)
+
+
+def test_gradients_that_are_not_bf16():
+    problem = [*SHARED, "--tokens", 40, "--check"]
+    for precision in ("fp32", "fp64"):
+        total, added = (
+            run(*problem, "--precision", precision, "--grads", mode)
+            for mode in ("sum", "accumulate")
+        )
+        assert total["check"]["pass"] and added["check"]["pass"]
+        assert total["digest"] == added["digest"]
+
+
+def test_bench_has_gradients_as_its_yardstick():
+    bench = ["bench", *SMALL, "--tokens", 30, "--device", "cpu", "--repeat", 1, "--warm-up", 0,
+             "--routing", "uniform"]  # fmt: skip
+    assert "grads" not in mok_json(*bench)
+    assert mok_json(*bench, "--pass", "both")["grads"] == "bf16"
+    assert mok_json(*bench, "--pass", "both", "--grads", "accumulate")["grads"] == "accumulate"
+    assert mok_json(*bench, "--pass", "both", "--precision", "fp32")["grads"] == "sum"
+
+
 def test_the_last_of_a_repeated_option_wins():
     once = run(*SMALL, "--tokens", 30, "--routing", "none", "--seed", 5)
     twice = run(
@@ -150,6 +189,8 @@ def test_routing_from_a_file(tmp_path):
         (["--tokens", "4", "--routing", "file:/nonexistent.npy"], "--routing"),
         (["--tokens", "4", "--routing", "file:/"], "--routing"),
         (["--tokens", "4", "--seed", "-1"], "--seed"),
+        (["--tokens", "4", "--grads", "fp16"], "--grads"),
+        (["--tokens", "4", "--grads", "bf16", "--precision", "fp32"], "--grads"),
         (["--tokens", "4", "--ring", "-5"], "--ring"),
         (["--tokens", "4", "--minibatch", "0"], "--minibatch"),
         (["--tokens", "4", "--saved-rows", "-2"], "--saved-rows"),
