@@ -10,6 +10,7 @@ namespace mok::cuda {
 // Tasks that are drawn and filled in together, a lane each. Weight gradients of experts with few
 // rows last hardly longer than a draw with its look-ups.
 inline constexpr int kBatch = 4;
+inline constexpr int kFewSteps = 4;
 
 struct BackwardShared {
   TileTask drawn[kBatch];
@@ -32,7 +33,10 @@ struct BackwardHooks : HooksBase {
         if (leads()) *first_reduce = {first_ + which, drawn_ - which};
         return false;
       }
-      if (__shfl_sync(~0u, waits_here_, which) && !wait_for(task)) return false;
+      if (__shfl_sync(~0u, waits_here_, which)) {
+        if (!wait_for(task)) return false;
+        ptx::fence_proxy_async_global();
+      }
       if (!is_tile(task.kind)) {
         small_task(task);
         continue;
@@ -119,7 +123,7 @@ struct BackwardHooks : HooksBase {
     }
     __syncwarp();
     small_tiles_ = __shfl_sync(
-        ~0u, mine_.kind == plan::TaskKind::weight_grad && more->drawn[0].steps <= 16, 0);
+        ~0u, mine_.kind == plan::TaskKind::weight_grad && more->drawn[0].steps <= kFewSteps, 0);
     return true;
   }
   __device__ plan::Task of_lane(int lane) const {

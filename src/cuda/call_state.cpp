@@ -1,6 +1,7 @@
 #include "cuda/call_state.h"
 
 #include <bit>
+#include <cstdlib>
 
 #include "cuda/arguments.h"
 
@@ -37,6 +38,19 @@ RankState common_state(const LocalRank& rank, const Args& a) {
   return s;
 }
 
+// Tiles of a minibatch in backward: about four times forward's, so that a block has several tiles
+// of a kind in a row (an epilogue hides under the next tile of its kind); windows still hold whole
+// minibatches. Rows that forward kept stay known as kept, but for the last few.
+int32_t backward_minibatch(const plan::Geometry& g) {
+  constexpr int32_t kWanted = 4;
+  const int32_t pairs = g.ring_tiles / (2 * g.minibatch_tiles);  // minibatches in half a ring
+  int32_t best = 1;
+  for (int32_t f = 1; f <= pairs && f * g.minibatch_tiles <= kMostMinibatchTiles; ++f) {
+    if (pairs % f == 0 && std::abs(f - kWanted) < std::abs(best - kWanted)) best = f;
+  }
+  return best * g.minibatch_tiles;
+}
+
 }  // namespace
 
 RankState forward_state(const LocalRank& rank, const LayerShape& shape, const ForwardArgs& a) {
@@ -54,6 +68,7 @@ RankState backward_state(LocalRank& rank, const LayerShape& shape, const Backwar
   RankState s = common_state(rank, a);
   s.g.direction = plan::Direction::backward;
   s.g.wanted = wanted;
+  s.g.minibatch_tiles = backward_minibatch(s.g);
   s.g.keep_shared =
       a.saved.shared_gate != nullptr && (!shape.shared_gate || a.saved.shared_out != nullptr);
   if (a.saved.gate == nullptr) rank.place_recomputed_rows(s);

@@ -35,7 +35,8 @@ namespace mok::cuda {
 //   write
 //                                      the same; false = no more
 //   void wait_ready(const TileTask&)   one thread, before the task's first load of A. Must end with
-//                                      an acquire and fence_proxy_async, and return on abort
+//                                      an acquire and a proxy fence unless next_task has done both;
+//                                      returns on abort
 //   void publish(const TileTask&)      one thread, after all stores of the tile by all threads were
 //                                      issued before it: release at the scope of the readers
 template <class T>
@@ -99,7 +100,7 @@ class TileLoader {
       const TileTask& task = shared_.task[task_at.slot()];
       if (task.kind == TaskKind::stop) return;
       hooks_.wait_ready(task);
-      to_draw_ = kBackward ? 0 : max(task.steps - kDrawLead, 0);
+      to_draw_ = max(task.steps - kDrawLead, 0);
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
       const bool both_halves = task.rows > kHalfM;

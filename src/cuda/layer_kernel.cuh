@@ -105,20 +105,21 @@ struct HooksBase {
   }
 
   // The counter that the loads of a tile task wait for; by one thread. Mostly the inputs are there
-  // by now: then they need not look again.
+  // by now: then they need not look again, nor pay for a fence, which waits for the stores of the
+  // whole SM.
   __device__ void set_wait(TileTask& out, plan::Wait w) const {
     out.wait_counter = entry(w.counter, w.index);
     out.wait_target = w.target;
     if (ptx::load_acquire_gpu(at(out.wait_counter)) >= static_cast<uint32_t>(w.target)) {
       out.wait_counter = kNoCounter;
+      ptx::fence_proxy_async_global();  // for the loads, which come after this thread's arrival
     }
   }
 
   __device__ void wait_ready(const TileTask& task, plan::TaskKind kind) const {
-    if (task.wait_counter != kNoCounter) {
-      waiter.counter(task.wait_counter, task.wait_target, static_cast<int>(kind));
-    }
-    ptx::fence_proxy_async();
+    if (task.wait_counter == kNoCounter) return;
+    waiter.counter(task.wait_counter, task.wait_target, static_cast<int>(kind));
+    ptx::fence_proxy_async_global();
   }
 };
 
