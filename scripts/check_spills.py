@@ -1,24 +1,26 @@
 """Reads what ptxas says (-Xptxas -v) and fails when a kernel spills registers to memory.
 
-    check_spills.py LOG [--kernel REGEX] [--allow-none]
+    check_spills.py LOG [--kernel REGEX] [--expect REGEX]... [--allow-none]
 
-Prints a line for each function compiled: registers, stack frame, spill stores and loads in bytes.
---kernel names the functions that must not spill (default: all); that none matches is an error too,
-so that a renamed kernel cannot slip through, unless --allow-none is given. So are, in any function,
-a setmaxnreg that ptxas ignored and products that it runs one after the other (C7510 to C7520: wgmma
-serialised).
+Prints a line for each function compiled: registers, stack frame, spill stores and loads in bytes,
+and its name. --kernel names the functions that must not spill (default: all); that none matches is
+an error too, unless --allow-none is given. Each --expect must match one of them, so that no kernel
+slips through by a new name, or by being compiled elsewhere. Errors are, in any function, also all
+messages C7500 to C7599: a setmaxnreg that ptxas ignored (C7508), products that it runs one after
+the other (C7510 to C7520: wgmma serialised).
 """
 
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _PROPERTIES = re.compile(r"Function properties for (\S+)")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_SLOW = re.compile(r"setmaxnreg.*ignored|\(C75(1\d|20)\)|wgmma.*serialized", re.IGNORECASE)
+_SLOW = re.compile(r"setmaxnreg.*ignored|\(C75\d\d\)|wgmma.*serialized", re.IGNORECASE)
 
 
 @dataclass
@@ -50,7 +52,9 @@ def parse(log: str) -> list[Usage]:
     return usages
 
 
-def problems(log: str, kernel: str = "", allow_none: bool = False) -> list[str]:
+def problems(
+    log: str, kernel: str = "", allow_none: bool = False, expected: Sequence[str] = ()
+) -> list[str]:
     checked = [usage for usage in parse(log) if re.search(kernel, usage.name)]
     found = [
         f"{u.name} spills: {u.spill_stores} bytes stored, {u.spill_loads} bytes loaded"
@@ -59,6 +63,11 @@ def problems(log: str, kernel: str = "", allow_none: bool = False) -> list[str]:
     ]
     if not checked and not allow_none:
         found.append(f"no function matches '{kernel}': was the log written with -Xptxas -v?")
+    found += [
+        f"no function matches '{pattern}', which must be there"
+        for pattern in expected
+        if not any(re.search(pattern, usage.name) for usage in checked)
+    ]
     found += dict.fromkeys(line.strip() for line in log.splitlines() if _SLOW.search(line))
     return found
 
@@ -67,6 +76,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("log", type=Path)
     parser.add_argument("--kernel", default="", metavar="REGEX")
+    parser.add_argument("--expect", action="append", default=[], metavar="REGEX")
     parser.add_argument("--allow-none", action="store_true")
     options = parser.parse_args(arguments)
     log = options.log.read_text(errors="replace")
@@ -75,7 +85,7 @@ def main(arguments: list[str]) -> int:
             f"{u.registers or '-':>4} registers {u.stack:6} stack "
             f"{u.spill_stores:6} stores {u.spill_loads:6} loads  {u.name}"
         )
-    found = problems(log, options.kernel, options.allow_none)
+    found = problems(log, options.kernel, options.allow_none, options.expect)
     for problem in found:
         print(f"check_spills: {problem}", file=sys.stderr)
     return 1 if found else 0

@@ -74,7 +74,13 @@ def test_spills_are_read():
             ["ptxas info : (C7508) Potential: setmaxnreg ignored to maintain minimum"],
         ),
         (CLEAN + 2 * f"{SERIALISED}\n", "", False, [SERIALISED]),
-        (CLEAN + "ptxas info : (C7509) Something else\n", "", False, []),
+        (
+            CLEAN + "ptxas info : (C7509) Something else\n",
+            "",
+            False,
+            ["ptxas info : (C7509) Something else"],
+        ),
+        (CLEAN + "ptxas info : (C7600) Something else\n", "", False, []),
     ],
 )
 def test_spills_fail(tmp_path, log, kernel, allow_none, expected):
@@ -83,6 +89,21 @@ def test_spills_fail(tmp_path, log, kernel, allow_none, expected):
     path.write_text(log)
     arguments = [str(path), "--kernel", kernel] + ["--allow-none"] * allow_none
     assert check_spills.main(arguments) == (1 if expected else 0)
+
+
+def test_expected_kernels_are_there(tmp_path, capsys):
+    missing = "no function matches 'backward', which must be there"
+    expected = ["forward", "backward"]
+    assert check_spills.problems(CLEAN, expected=expected) == [missing]
+    spills = check_spills.problems(CLEAN + SPILLED, expected=expected)
+    assert spills == ["_Z8backwardv spills: 40 bytes stored, 36 bytes loaded"]
+    path = tmp_path / "log"
+    path.write_text(CLEAN)
+    arguments = [str(path), "--expect", "forward", "--expect", "backward"]
+    assert check_spills.main(arguments) == 1
+    assert check_spills.main(arguments[:3]) == 0
+    out, err = capsys.readouterr()
+    assert "168 registers" in out and "_Z7forwardv" in out and missing in err
 
 
 CTEST = """<testsuite tests="4">
