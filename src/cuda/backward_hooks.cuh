@@ -14,6 +14,8 @@ inline constexpr int kFewSteps = 4;
 
 struct BackwardShared {
   TileTask drawn[kBatch];
+  plan::Task task[kBatch];
+  bool waits_here[kBatch];
 };
 
 struct BackwardHooks : HooksBase {
@@ -27,13 +29,13 @@ struct BackwardHooks : HooksBase {
     while (true) {
       if (at_ == drawn_ && !draw_batch()) return false;
       const int which = at_++;
-      const plan::Task task = of_lane(which);
+      const plan::Task& task = more->task[which];
       if (waiter.abort->raised != 0 || task.kind == plan::TaskKind::count) return false;
       if (task.kind == plan::TaskKind::reduce) {
         if (leads()) *first_reduce = {first_ + which, drawn_ - which};
         return false;
       }
-      if (__shfl_sync(~0u, waits_here_, which)) {
+      if (more->waits_here[which]) {
         if (!wait_for(task)) return false;
         ptx::fence_proxy_async_global();
       }
@@ -101,40 +103,31 @@ struct BackwardHooks : HooksBase {
     if (first_ >= end) return false;
     at_ = 0;
     drawn_ = min(wanted, end - first_);
-    mine_.kind = plan::TaskKind::count;
-    waits_here_ = false;
     if (lane < drawn_) {
-      mine_ = plan::decode(plan, plan::Queue::compute, first_ + lane);
+      const plan::Task mine = plan::decode(plan, plan::Queue::compute, first_ + lane);
+      more->task[lane] = mine;
       // A tile's loads can wait for one counter. What waits for more (hand-overs of the carry, the
       // shared expert's gate) is rare, and waited for by this warp; so is what it does itself.
       int waits = 0;
-      plan::for_each_wait(plan, mine_, [&](plan::Wait) { ++waits; });
-      const bool tile = is_tile(mine_.kind);
-      waits_here_ = mine_.kind != plan::TaskKind::reduce &&
-                    (!tile || waits != 1 || (plan.s.windows > 2 && padding_rows(mine_) > 0));
+      plan::for_each_wait(plan, mine, [&](plan::Wait) { ++waits; });
+      const bool tile = is_tile(mine.kind);
+      const bool here = mine.kind != plan::TaskKind::reduce &&
+                        (!tile || waits != 1 || (plan.s.windows > 2 && padding_rows(mine) > 0));
+      more->waits_here[lane] = here;
       if (tile) {
         TileTask& out = more->drawn[lane];
-        fill(mine_, out);
+        fill(mine, out);
         out.wait_counter = kNoCounter;
-        if (!waits_here_) {
-          plan::for_each_wait(plan, mine_, [&](plan::Wait w) { set_wait(out, w); });
+        if (!here) {
+          plan::for_each_wait(plan, mine, [&](plan::Wait w) { set_wait(out, w); });
         }
       }
     }
     __syncwarp();
-    small_tiles_ = __shfl_sync(
-        ~0u, mine_.kind == plan::TaskKind::weight_grad && more->drawn[0].steps <= kFewSteps, 0);
+    small_tiles_ =
+        more->task[0].kind == plan::TaskKind::weight_grad && more->drawn[0].steps <= kFewSteps;
     return true;
   }
-  __device__ plan::Task of_lane(int lane) const {
-    plan::Task task;
-    task.kind = static_cast<plan::TaskKind>(__shfl_sync(~0u, static_cast<int>(mine_.kind), lane));
-    task.minibatch = __shfl_sync(~0u, mine_.minibatch, lane);
-    task.tile = __shfl_sync(~0u, mine_.tile, lane);
-    task.column = __shfl_sync(~0u, mine_.column, lane);
-    return task;  // what waits, signals and the small tasks need
-  }
-
   static __device__ bool is_tile(plan::TaskKind kind) {
     return kind != plan::TaskKind::announce_returned && kind != plan::TaskKind::router_grad &&
            kind != plan::TaskKind::sigma && kind != plan::TaskKind::vector_grad;
@@ -253,8 +246,6 @@ struct BackwardHooks : HooksBase {
   // The batch in hand: tickets first_ .. first_ + drawn_ - 1, of which at_ are handed out.
   int32_t first_ = 0;
   int at_ = 0, drawn_ = 0;
-  plan::Task mine_;          // the lane's task of the batch
-  bool waits_here_ = false;  // of the lane's task
   bool small_tiles_ = false;
 };
 

@@ -52,7 +52,7 @@ struct PackedTile {
   }
   // d_hidden: what the registers behind its 192 columns hold.
   static constexpr int kNextGate = kTileInterGrad / 4, kNextUp = kNextGate + 4;
-  static constexpr int kWeight = kNextUp + 4, kDot = kWeight + 2;  // of both row halves
+  static constexpr int kWeight = kNextUp + 4, kDot = kWeight + 1;  // of one row half
 };
 
 // One warp's pending tile: packed results and where they go.
@@ -169,7 +169,8 @@ class PendingTile {
   static constexpr int kGroupsMask = 7;  // d_hidden, in place of the parts: groups of 32 columns
   static constexpr uint32_t kLane = 1 << 14;  // lane % 4, two bits
   static constexpr int kKindShift = 16, kProductShift = 24;
-  static constexpr int kChunkColumns = 32, kChunks = kTileInterGrad / kChunkColumns * 2;
+  static constexpr int kChunkColumns = 32, kGroups = kTileInterGrad / kChunkColumns;
+  static constexpr int kChunks = 2 * kGroups;
 
   __device__ __forceinline__ const Product& product() const {
     return products_.product[flags_ >> kProductShift];
@@ -186,32 +187,33 @@ class PendingTile {
     const uint32_t row_in = (product.gate_in_ring ? task.row0 : task.save_row0) + row;
     first_ = uint64_t{row_pieces * (task.row0 + row) + column / 16} << 32 |
              (row_pieces * row_in + column / 16);
-    const float* weight = product.d_hidden.row_weight;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool valid = flags_ & kRow << half && weight != nullptr;
-      packed.word[PackedTile::kWeight + half] = __float_as_uint(
-          valid ? ptx::load_relaxed_gpu(weight + task.save_row0 + row + 8 * half) : 1.0f);
-      packed.word[PackedTile::kDot + half] = 0;
-    }
-    ask_for<0>();
+    ask_for<0>(task);
   }
 
   // Of a chunk, in bytes.
   template <int kChunk>
   __device__ __forceinline__ uint64_t place(uint32_t piece) const {
-    constexpr uint32_t kGroup = kChunk / 2, kHalf = kChunk % 2;
+    constexpr uint32_t kGroup = kChunk % kGroups, kHalf = kChunk / kGroups;
     piece +=
         kHalf * static_cast<uint32_t>(product().d_hidden.row_elements) + kGroup * kChunkColumns / 8;
     return uint64_t{piece} * 16;
   }
 
-  // g and u of a chunk. Not through L1: they may have been written in this call.
+  // g and u of a chunk, and the router weight before a row's first one. Not through L1: they may
+  // have been written in this call.
   template <int kChunk>
-  __device__ __forceinline__ void ask_for() {
-    constexpr int kGroup = kChunk / 2, kHalf = kChunk % 2;
+  __device__ __forceinline__ void ask_for(const TileTask& task) {
+    constexpr int kGroup = kChunk % kGroups, kHalf = kChunk / kGroups;
     if (kGroup >= static_cast<int>(flags_ & kGroupsMask) || (flags_ & kRow << kHalf) == 0) return;
     const uint64_t at = place<kChunk>(static_cast<uint32_t>(first_));
+    if constexpr (kGroup == 0) {
+      const float* weight = product().d_hidden.row_weight;
+      float w = 1;
+      if (weight != nullptr) {
+        w = ptx::load_relaxed_gpu(weight + task.save_row0 + row_of(kHalf));
+      }
+      packed.word[PackedTile::kWeight] = __float_as_uint(w);
+    }
     uint32_t* next = packed.word + PackedTile::kNextGate;
     ptx::load_global_16(next, reinterpret_cast<const uint8_t*>(product().d_hidden.gate) + at);
     ptx::load_global_16(next + 4, reinterpret_cast<const uint8_t*>(product().d_hidden.up) + at);
@@ -219,16 +221,21 @@ class PendingTile {
 
   template <int kChunk>
   __device__ __forceinline__ void run_chunk(const TileTask& task) {
-    constexpr int kGroup = kChunk / 2, kHalf = kChunk % 2;
-    if (kGroup >= static_cast<int>(flags_ & kGroupsMask)) return;
+    constexpr int kGroup = kChunk % kGroups, kHalf = kChunk / kGroups;
+    if (kGroup < static_cast<int>(flags_ & kGroupsMask)) make_chunk<kGroup, kHalf>(task);
+    if constexpr (kChunk + 1 < kChunks) ask_for<kChunk + 1>(task);
+  }
+
+  template <int kGroup, int kHalf>
+  __device__ __forceinline__ void make_chunk(const TileTask& task) {
     uint32_t m[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) m[i] = packed.pair(4 * kGroup + i, kHalf);
     const uint4 d_h = transpose(m);
     const uint32_t d[4] = {d_h.x, d_h.y, d_h.z, d_h.w};
     const bool valid = flags_ & kRow << kHalf;
-    const float w = __uint_as_float(packed.word[PackedTile::kWeight + kHalf]);
-    float dot = __uint_as_float(packed.word[PackedTile::kDot + kHalf]);
+    const float w = __uint_as_float(packed.word[PackedTile::kWeight]);
+    float dot = kGroup == 0 ? 0.0f : __uint_as_float(packed.word[PackedTile::kDot]);
     uint32_t d_gate[4], d_up[4], hidden[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -239,9 +246,9 @@ class PendingTile {
       d_up[i] = valid ? out.d_up : 0;
       hidden[i] = valid ? out.weighted_hidden : 0;
     }
-    packed.word[PackedTile::kDot + kHalf] = __float_as_uint(dot);
+    packed.word[PackedTile::kDot] = __float_as_uint(dot);
     if (flags_ & kKeptRow << kHalf) {
-      const uint64_t at = place<kChunk>(static_cast<uint32_t>(first_ >> 32));
+      const uint64_t at = place<kHalf * kGroups + kGroup>(static_cast<uint32_t>(first_ >> 32));
       const auto store = [&](__nv_bfloat16* base, const uint32_t (&v)[4]) {
         ptx::store_global_16(reinterpret_cast<uint8_t*>(base) + at, uint4{v[0], v[1], v[2], v[3]});
       };
@@ -249,9 +256,14 @@ class PendingTile {
       store(product().d_hidden.d_up, d_up);
       store(product().d_hidden.hidden, hidden);
     }
-    if constexpr (kChunk + 1 < kChunks) ask_for<kChunk + 1>();
     // The last chunk of these rows: the quad's sums become the tile's part of the router gradient.
     if (kGroup + 1 == static_cast<int>(flags_ & kGroupsMask)) store_dot(task, kHalf, dot);
+  }
+
+  // The lane's row of the tile.
+  __device__ __forceinline__ int row_of(int half) const {
+    const uint32_t thread = fresh_thread();
+    return static_cast<int>((thread - kWarpgroup) / kWarp * 16 + thread % kWarp / 4) + 8 * half;
   }
 
   __device__ __forceinline__ void store_dot(const TileTask& task, int half, float dot) {
@@ -259,9 +271,7 @@ class PendingTile {
     dot += __shfl_xor_sync(~0u, dot, 2);
     float* partials = product().d_hidden.partials;
     if (partials == nullptr || (flags_ & 3 * kLane) != 0 || (flags_ & kRow << half) == 0) return;
-    const uint32_t thread = fresh_thread();
-    const int row = (thread - kWarpgroup) / kWarp * 16 + thread % kWarp / 4 + 8 * half;
-    partials[int64_t{task.row0 + row} * product().d_hidden.partial_columns +
+    partials[int64_t{task.row0 + row_of(half)} * product().d_hidden.partial_columns +
              task.col0 / kTileInterGrad] = dot;
   }
 

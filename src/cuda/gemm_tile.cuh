@@ -263,7 +263,8 @@ class TileConsumer {
         // While the last products are in flight.
         task_at_.advance();
         tile_.prepare(task);
-        next = look_ahead<1>();
+        // Backward has no register to keep the answer in.
+        next = kBackward ? Next::unknown : look_ahead<1>();
         ptx::wgmma_wait<0>();
         release(stage_.slot_before(1));
         if (kBackward && shape.kind() == TaskKind::weight_grad) {
@@ -327,7 +328,7 @@ class TileConsumer {
     return __all_sync(~0u, poll<kLooks>(barrier, parity));
   }
 
-  __device__ __forceinline__ bool leads() const { return threadIdx.x % kWarp == 0; }
+  __device__ __forceinline__ bool leads() const { return ptx::elect(); }
   __device__ __forceinline__ void release(uint32_t slot) {
     if (leads()) shared_.empty[slot].arrive();
   }

@@ -125,8 +125,9 @@ struct HooksBase {
 
 // The block that leaves last makes the rank ready for its next call.
 __device__ inline void leave(const RankState& rank, int blocks, int64_t call, uint32_t* left) {
+  const uint32_t thread = fresh_thread();
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (thread == 0) {
     stamp(rank, Stamps::end);
     ptx::fence_gpu();
     *left = atomicAdd(&rank.tickets->left, 1);
@@ -135,11 +136,11 @@ __device__ inline void leave(const RankState& rank, int blocks, int64_t call, ui
   __syncthreads();
   if (*left != static_cast<uint32_t>(blocks) - 1) return;
   const int32_t counters = plan::local_counters(rank.g);
-  for (int i = threadIdx.x; i < counters; i += kThreads) {
+  for (int i = static_cast<int>(thread); i < counters; i += kThreads) {
     rank.at<uint32_t>(plan::Buffer::counters)[i] = 0;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (thread == 0) {
     record_abort(rank);
     *rank.tickets = Tickets{};
     *rank.call = call;
@@ -245,26 +246,32 @@ __device__ __forceinline__ void reduce(const LayerParams<Direction, kRanks>& par
   Reducer<Direction::kBackward>(rank, shared.plan, waiter, shared.reduce).run(shared.first_reduce);
 }
 
+template <class Direction>
+__device__ __forceinline__ LayerShared<Direction>& shared_memory() {
+  extern __shared__ uint8_t raw[];
+  return *reinterpret_cast<LayerShared<Direction>*>(raw);
+}
+
 // Nothing but the shared memory is carried from one part to the next: the consumers have no
 // register to spare.
 template <class Direction, int kRanks>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_kernel(const __grid_constant__ LayerParams<Direction, kRanks> params) {
-  extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<LayerShared<Direction>*>(raw);
-  if (prepare(params, shared)) {
+  if (prepare(params, shared_memory<Direction>())) {
     if (threadIdx.x < kWarpgroup) {
       ptx::lower_registers<kProducerRegisters>();
-      produce(params, shared);
+      produce(params, shared_memory<Direction>());
     } else {
       ptx::raise_registers<kConsumerRegisters>();
-      const uint32_t group = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
+      const uint32_t group = __shfl_sync(~0u, fresh_thread() / kWarpgroup - 1, 0);
       TileConsumer<Direction::kBackward, typename Direction::Tensors>(
-          shared.tile, params.tensors[Share<kRanks>(params.ranks_here).which], group)
+          shared_memory<Direction>().tile, params.tensors[Share<kRanks>(params.ranks_here).which],
+          group)
           .run();
-      reduce(params, shared);
+      reduce(params, shared_memory<Direction>());
     }
   }
+  auto& shared = shared_memory<Direction>();
   const Share<kRanks> share(params.ranks_here);
   leave(params.rank[share.which], share.blocks, shared.call, &shared.left);
 }

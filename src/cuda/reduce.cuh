@@ -242,7 +242,7 @@ class Reducer {
   const plan::Plan& plan_;
   const Waiter& wait_;
   ReduceShared& shared_;
-  const int thread_ = threadIdx.x - kWarpgroup;
+  const int thread_ = static_cast<int>(fresh_thread() - kWarpgroup);
   bool all_returned_ = false;
 };
 

@@ -20,32 +20,19 @@ namespace mok::cuda {
 // Sums each row's partials [ring rows, column tiles of d_hidden] in column order.
 __device__ __forceinline__ void router_grad(const RankState& rank, const plan::Plan& p,
                                             const plan::Task& task) {
-  constexpr int kRowsOfLane = plan::kTileRows / kWarp;
   const plan::Geometry& g = p.g;
-  const int lane = threadIdx.x % kWarp;
   const int columns = g.columns_d_hidden();
   const int rows = p.s.tile[task.tile].rows;
   const int32_t row0 = task.tile * plan::kTileRows;
-  const float* partial = rank.at<float>(plan::Buffer::router_partials) +
-                         (int64_t{plan::ring_row(p, row0)} + lane) * columns;
-  int32_t slot[kRowsOfLane];  // -1 on padding
-  float sum[kRowsOfLane] = {};
-#pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i) {
-    const int r = lane + i * kWarp;
-    slot[i] = r < rows ? p.s.row_slot[row0 + r] : -1;
-  }
-  for (int c = 0; c < columns; ++c) {
-#pragma unroll
-    for (int i = 0; i < kRowsOfLane; ++i) {
-      if (slot[i] >= 0) sum[i] += partial[int64_t{i} * kWarp * columns + c];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i) {
-    if (slot[i] < 0) continue;
-    rank.at<float>(plan::Buffer::returned_grads, g.slot_rank(slot[i]))[g.owner_index(slot[i])] =
-        sum[i];
+  const float* partials =
+      rank.at<float>(plan::Buffer::router_partials) + int64_t{plan::ring_row(p, row0)} * columns;
+#pragma unroll 1
+  for (int r = threadIdx.x % kWarp; r < rows; r += kWarp) {
+    float sum = 0;
+#pragma unroll 4
+    for (int c = 0; c < columns; ++c) sum += partials[r * columns + c];
+    const int32_t slot = p.s.row_slot[row0 + r];
+    rank.at<float>(plan::Buffer::returned_grads, g.slot_rank(slot))[g.owner_index(slot)] = sum;
   }
 }
 
