@@ -117,6 +117,13 @@ PYTEST = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
+def test_an_allowed_stack_frame_has_a_limit():
+    usage = next(u for u in check_spills.parse(SPILLED) if u.spills)
+    assert check_spills.problems(SPILLED, allowed=[(usage.name, usage.stack)]) == []
+    assert check_spills.problems(SPILLED, allowed=[("another", usage.stack)]) != []
+    assert check_spills.problems(SPILLED, allowed=[(usage.name, usage.stack - 1)]) != []
+
+
 def test_counts(tmp_path, capsys):
     assert count_tests.count(CTEST) == (1, 1, 2)
     assert count_tests.count(PYTEST) == (2, 1, 0)
