@@ -1,14 +1,15 @@
 """Reads what ptxas says (-Xptxas -v) and fails when a kernel spills registers to memory.
 
-    check_spills.py LOG [--kernel REGEX] [--expect REGEX]... [--allow REGEX=BYTES]... [--allow-none]
+    check_spills.py LOG [--kernel REGEX] [--expect REGEX]... [--allow REGEX=BYTES]...
+                    [--allow-none]
 
 Prints a line for each function compiled: registers, stack frame, spill stores and loads in bytes,
 and its name. --kernel names the functions that must not spill (default: all); that none matches is
 an error too, unless --allow-none is given. Each --expect must match one of them, so that no kernel
-slips through by a new name, or by being compiled elsewhere. --allow gives the functions that match a
-stack frame of that many bytes, for spills whose cost was measured. Errors are, in any function, also all
-messages C7500 to C7599: a setmaxnreg that ptxas ignored (C7508), products that it runs one after
-the other (C7510 to C7520: wgmma serialised).
+slips through by a new name, or by being compiled elsewhere. --allow gives the functions that match
+a stack frame of that many bytes, for spills whose cost was measured. Errors are, in any function,
+also all messages C7500 to C7599: a setmaxnreg that ptxas ignored (C7508), products that it runs
+one after the other (C7510 to C7520: wgmma serialised).
 """
 
 import argparse
