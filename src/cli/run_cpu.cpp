@@ -16,6 +16,7 @@
 #include <optional>
 #include <thread>
 
+#include "cli/call_args.h"
 #include "cli/rank_inputs.h"
 #include "cli/results.h"
 #include "plan/layout.h"
@@ -133,43 +134,23 @@ class RankRun {
   }
 
   BackwardArgs backward_args(const TokenInputs& in) const {
-    const LayerShape& s = spec_.shape;
-    const int64_t h = s.hidden, i = s.intermediate, shared = s.shared_intermediate;
+    const int64_t h = spec_.shape.hidden;
     BackwardArgs a;
     a.tokens = spec_.tokens[rank_];
     a.x = {in.x.data(), h};
     a.topk_ids = in.ids.data();
     a.topk_weights = in.topk_weights.data();
-    a.weights = views(s, weights_);
+    a.weights = views(spec_.shape, weights_);
     a.saved = {saved_gate_.data(), saved_up_.data(), saved_shared_gate_.data(),
                saved_shared_up_.data(), saved_out_.data()};
     a.d_y = {in.d_y.data(), h};
     if (!spec_.backward) return a;
-    a.d_x = {out(Out::d_x), h};
-    a.d_topk_weights = out(Out::d_topk_weights);
-    a.d_gate = {{out(Out::d_w_gate), i * h, h}, spec_.grads};
-    a.d_up = {{out(Out::d_w_up), i * h, h}, spec_.grads};
-    a.d_down = {{out(Out::d_w_down), h * i, i}, spec_.grads};
-    if (shared > 0) {
-      a.d_shared_gate_proj = {{out(Out::d_shared_gate), h}, spec_.grads};
-      a.d_shared_up_proj = {{out(Out::d_shared_up), h}, spec_.grads};
-      a.d_shared_down_proj = {{out(Out::d_shared_down), shared}, spec_.grads};
-    }
-    if (s.shared_gate) a.d_shared_gate_vector = {{out(Out::d_shared_vector), h}, spec_.grads};
+    want_gradients(spec_, [this](Out o) -> void* { return out(o); }, &a);
     return a;
   }
 
   ForwardArgs forward_args(const TokenInputs& in) const {
-    const BackwardArgs b = backward_args(in);
-    ForwardArgs a;
-    a.tokens = b.tokens;
-    a.x = b.x;
-    a.topk_ids = b.topk_ids;
-    a.topk_weights = b.topk_weights;
-    a.weights = b.weights;
-    a.saved = b.saved;
-    a.y = {out(Out::y), spec_.shape.hidden};
-    return a;
+    return forward_of(backward_args(in), {out(Out::y), spec_.shape.hidden});
   }
 
   void compare_bits(int call) {

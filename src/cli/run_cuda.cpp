@@ -9,6 +9,7 @@
 #include <array>
 #include <map>
 
+#include "cli/call_args.h"
 #include "cli/device_fill.h"
 #include "cli/rank_inputs.h"
 #include "mok/cuda.h"
@@ -249,31 +250,13 @@ class CudaRun {
                rank.saved_shared_up.data(), rank.saved_shared_out.data()};
     if (!spec_.backward) return a;
     a.d_y = {t.d_y.data(), h};
-    a.d_x = {out(Out::d_x), h};
-    a.d_topk_weights = out(Out::d_topk_weights);
-    a.d_gate = {{out(Out::d_w_gate), i * h, h}, spec_.grads};
-    a.d_up = {{out(Out::d_w_up), i * h, h}, spec_.grads};
-    a.d_down = {{out(Out::d_w_down), h * i, i}, spec_.grads};
-    if (shared > 0) {
-      a.d_shared_gate_proj = {{out(Out::d_shared_gate), h}, spec_.grads};
-      a.d_shared_up_proj = {{out(Out::d_shared_up), h}, spec_.grads};
-      a.d_shared_down_proj = {{out(Out::d_shared_down), shared}, spec_.grads};
-    }
-    if (s.shared_gate) a.d_shared_gate_vector = {{out(Out::d_shared_vector), h}, spec_.grads};
+    want_gradients(spec_, out, &a);
     return a;
   }
 
   ForwardArgs forward_args(int r, int call) const {
-    const BackwardArgs b = backward_args(r, call);
-    ForwardArgs a;
-    a.tokens = b.tokens;
-    a.x = b.x;
-    a.topk_ids = b.topk_ids;
-    a.topk_weights = b.topk_weights;
-    a.weights = b.weights;
-    a.saved = b.saved;
-    a.y = {ranks_[r].outputs[static_cast<int>(Out::y)].data(), spec_.shape.hidden};
-    return a;
+    return forward_of(backward_args(r, call),
+                      {ranks_[r].outputs[static_cast<int>(Out::y)].data(), spec_.shape.hidden});
   }
 
   // NaN, where that shows what was not written; zeros where gradients are added to. Before the

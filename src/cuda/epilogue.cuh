@@ -8,8 +8,8 @@
 //     part 0      gate_up: gate (if kept)                 others: columns   0 .. 127
 //     part 1      gate_up: up (if kept)                   others: columns 128 .. 255
 //     part 2, 3   gate_up: hidden, computed in two halves others: nothing
-//   d_hidden: 32 columns in slot 4q + part, chunk 3q + part = 2 * column group + row half, part <
-//   3;
+//   d_hidden: 32 columns in slot 4q + part, part < 3, chunk 3q + part = 6 * row half + column
+//   group;
 //     g and u of the next chunk are asked for a slot ahead, into registers that its 192 columns
 //     leave free.
 //
