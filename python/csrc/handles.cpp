@@ -8,6 +8,7 @@
 #include <new>
 #include <utility>
 
+#include "executors.h"
 #include "plan/geometry.h"
 
 #define MOK_EXPORT extern "C" __attribute__((visibility("default")))
@@ -62,15 +63,9 @@ int64_t guarded(const Body& body) {
 
 }  // namespace
 
-void WorkspaceEntry::abort_call() noexcept {
-  try {
-    const std::lock_guard lock(mutex);
-    if (group->group->ranks() == 1) return;
-    ForwardArgs refused;
-    refused.tokens = -1;  // refused at once, and the refusal is posted to the peers
-    workspace->forward(refused);
-  } catch (const std::exception&) {
-  }
+void GroupEntry::barrier(const std::string& what) {
+  const std::lock_guard lock(mutex);
+  group->free_symmetric(group->allocate_symmetric(what, 64));  // collective, and ends together
 }
 
 std::shared_ptr<GroupEntry> find_group(int64_t handle) {
@@ -130,30 +125,64 @@ struct MokWorkspaceRequest {
   int64_t precision;  // 0 bf16, 1 fp32, 2 fp64
   int64_t max_tokens, ring_rows, minibatch_rows, saved_rows, compute_workers, comm_workers;
   uint64_t delay_seed;
+  int64_t comm_blocks, sm_reserve;  // CUDA
 };
 
-MOK_EXPORT int64_t mok_workspace_create(int64_t group, const MokWorkspaceRequest* r) {
+namespace {
+
+WorkspaceSettings settings_of(int64_t group, const MokWorkspaceRequest& r) {
+  WorkspaceSettings s;
+  s.group = find_group(group);
+  s.shape = {r.hidden,
+             r.intermediate,
+             static_cast<int>(r.experts),
+             static_cast<int>(r.topk),
+             r.shared_intermediate,
+             r.shared_gate != 0,
+             static_cast<float>(r.swiglu_limit)};
+  s.precision = static_cast<mok::Precision>(r.precision);
+  s.options.max_tokens = r.max_tokens;
+  s.options.ring_rows = r.ring_rows;
+  if (r.minibatch_rows > 0) s.options.minibatch_rows = r.minibatch_rows;
+  s.options.saved_rows = r.saved_rows;
+  s.options.compute_workers = static_cast<int>(r.compute_workers);
+  if (r.comm_workers > 0) s.options.comm_workers = static_cast<int>(r.comm_workers);
+  s.options.delay_seed = r.delay_seed;
+  s.comm_blocks = static_cast<int>(r.comm_blocks);
+  s.sm_reserve = static_cast<int>(r.sm_reserve);
+  return s;
+}
+
+}  // namespace
+
+MOK_EXPORT int mok_has_cuda() { return has_cuda(); }
+
+// 0, or -1: the layer cannot run on that GPU.
+MOK_EXPORT int64_t mok_cuda_check(int device) {
+  return guarded([&]() -> int64_t {
+    require_gpu(device);
+    return 0;
+  });
+}
+
+// Bytes of each rank's block of symmetric memory.
+MOK_EXPORT int64_t mok_cuda_symmetric_bytes(int64_t group, const MokWorkspaceRequest* r) {
+  return guarded([&] { return cuda_symmetric_bytes(settings_of(group, *r)); });
+}
+
+// device: a GPU, or -1 for the CPU. blocks: on a GPU with several ranks, the address of each one's
+// block of symmetric memory, which outlives the workspace; else null.
+MOK_EXPORT int64_t mok_workspace_create(int64_t group, const MokWorkspaceRequest* r, int device,
+                                        void* const* blocks) {
   return guarded([&] {
-    auto entry = std::make_shared<WorkspaceEntry>();
-    entry->group = find_group(group);
-    entry->shape = {r->hidden,
-                    r->intermediate,
-                    static_cast<int>(r->experts),
-                    static_cast<int>(r->topk),
-                    r->shared_intermediate,
-                    r->shared_gate != 0,
-                    static_cast<float>(r->swiglu_limit)};
-    entry->precision = static_cast<mok::Precision>(r->precision);
-    mok::WorkspaceOptions o;
-    o.max_tokens = r->max_tokens;
-    o.ring_rows = r->ring_rows;
-    if (r->minibatch_rows > 0) o.minibatch_rows = r->minibatch_rows;
-    o.saved_rows = r->saved_rows;
-    o.compute_workers = static_cast<int>(r->compute_workers);
-    if (r->comm_workers > 0) o.comm_workers = static_cast<int>(r->comm_workers);
-    o.delay_seed = r->delay_seed;
-    entry->workspace =
-        std::make_unique<mok::Workspace>(*entry->group->group, entry->shape, entry->precision, o);
+    const WorkspaceSettings settings = settings_of(group, *r);
+    std::shared_ptr<WorkspaceEntry> entry;
+    if (device == kCpu) {
+      entry = make_cpu_workspace(settings);
+    } else {
+      const int given = blocks == nullptr ? 0 : settings.group->group->ranks();
+      entry = make_cuda_workspace(settings, device, {blocks, blocks + given});
+    }
     Tables& t = tables();
     const std::lock_guard lock(t.mutex);
     t.workspaces[t.next] = std::move(entry);
@@ -166,11 +195,20 @@ MOK_EXPORT int64_t mok_workspace_info(int64_t handle, int64_t* out) {
   return guarded([&]() -> int64_t {
     const auto entry = find_workspace(handle);
     const std::lock_guard lock(entry->mutex);
-    const mok::Workspace& workspace = *entry->workspace;
-    const mok::WorkspaceOptions& o = workspace.options();
+    const mok::WorkspaceOptions& o = entry->options();
     const int64_t values[] = {o.max_tokens, o.saved_rows, o.ring_rows, o.minibatch_rows,
-                              workspace.memory_bytes()};
+                              entry->memory_bytes()};
     std::memcpy(out, values, sizeof(values));
+    return 0;
+  });
+}
+
+// Waits for the last call and reports what went wrong in it, or in one before.
+MOK_EXPORT int64_t mok_workspace_synchronize(int64_t handle) {
+  return guarded([&]() -> int64_t {
+    const auto entry = find_workspace(handle);
+    const std::lock_guard lock(entry->mutex);
+    entry->synchronize();
     return 0;
   });
 }

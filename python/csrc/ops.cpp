@@ -77,16 +77,19 @@ int64_t hash_ids(const void* ids, IdType type, int64_t count) {
   return type == IdType::int64 ? hash_ids<int64_t>(ids, count) : hash_ids<int32_t>(ids, count);
 }
 
-// What backward compares its topk_ids with.
+// What backward compares its topk_ids with. On a GPU it has no value: the host would have to wait
+// for the ids.
 Tensor routing_hash(Tensor topk_ids) {
   const ScalarType type = topk_ids.scalar_type();
-  if (!topk_ids.is_cpu() || (type != ScalarType::Long && type != ScalarType::Int)) {
-    throw std::invalid_argument("mok: topk_ids: not an int32 or int64 CPU tensor");
+  if (type != ScalarType::Long && type != ScalarType::Int) {
+    throw std::invalid_argument("mok: topk_ids: neither int32 nor int64");
   }
-  Arguments views;
   Tensor hash = empty(topk_ids, {1}, ScalarType::Long);
-  *static_cast<int64_t*>(hash.mutable_data_ptr()) =
-      hash_ids(views.contiguous(topk_ids), id_type(topk_ids), topk_ids.numel());
+  if (topk_ids.is_cpu()) {
+    Arguments views;
+    *static_cast<int64_t*>(hash.mutable_data_ptr()) =
+        hash_ids(views.contiguous(topk_ids), id_type(topk_ids), topk_ids.numel());
+  }
   return hash;
 }
 
@@ -140,14 +143,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
 
     const int64_t kept = saved_rows > 0 ? args.tokens : 0;
     Tensor y = empty(x, {args.tokens, s.hidden}, s.type);
-    Tensor hash = empty(x, {1}, ScalarType::Long);
+    Tensor hash = routing_hash(topk_ids);
     Tensor saved_gate = empty(x, {saved_rows, s.intermediate}, s.type);
     Tensor saved_up = empty(x, {saved_rows, s.intermediate}, s.type);
     Tensor saved_shared_gate = empty(x, {kept, s.shared}, s.type);
     Tensor saved_shared_up = empty(x, {kept, s.shared}, s.type);
     Tensor saved_shared_out = empty(x, {s.shared_gate ? kept : 0, s.hidden}, s.type);
-    *static_cast<int64_t*>(hash.mutable_data_ptr()) =
-        hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk);
     if (saved_rows > 0) {
       args.saved = kept_rows(
           {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out}, s);
@@ -155,14 +156,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     args.y = {data(y), s.hidden};
 
     const std::lock_guard lock(entry.mutex);
-    Workspace& core = *entry.workspace;
-    if (saved_rows > 0 && saved_rows != core.options().saved_rows) {
+    if (saved_rows > 0 && saved_rows != entry.options().saved_rows) {
       refuse(ErrorCode::bad_argument, "saved_rows: " + std::to_string(saved_rows) +
                                           ", but the workspace keeps " +
-                                          std::to_string(core.options().saved_rows) + "");
+                                          std::to_string(entry.options().saved_rows));
     }
     reached_core = true;
-    core.forward(args);
+    entry.forward(args);
     return std::tuple(y, hash, saved_gate, saved_up, saved_shared_gate, saved_shared_up,
                       saved_shared_out);
   });
@@ -200,14 +200,14 @@ constexpr const char* kMainGrads =
 void check_main_grad(const std::string& name, const Tensor& main_grad, const Tensor& weight,
                      const Sizes& s) {
   const auto want = weight.sizes(), have = main_grad.sizes();
-  bool same =
-      main_grad.is_cpu() && main_grad.scalar_type() == s.sum_type && want.size() == have.size();
+  bool same = on_device(main_grad, s) && main_grad.scalar_type() == s.sum_type &&
+              want.size() == have.size();
   for (size_t i = 0; same && i < want.size(); ++i) same = want[i] == have[i];
   const int64_t last = main_grad.dim() - 1;
   if (!same || (main_grad.size(last) > 1 && main_grad.stride(last) != 1)) {
-    refuse(ErrorCode::bad_argument, name +
-                                        ": main_grad must be a CPU tensor of the weight's shape "
-                                        "with contiguous rows, and of dtype " +
+    refuse(ErrorCode::bad_argument, name + ": main_grad must be a tensor on " + device_text(s) +
+                                        " of the weight's shape with contiguous rows, and of "
+                                        "dtype " +
                                         torch::headeronly::toString(s.sum_type));
   }
 }
@@ -227,7 +227,8 @@ struct WeightGradients {
         mode[i] = GradMode::accumulate;
         target[i] = &*main_grads[i];
       } else if (wanted) {
-        out[i] = torch::stable::new_empty(*weights[i], weights[i]->sizes());
+        const auto sizes = weights[i]->sizes();
+        out[i] = empty(like, sizes.data(), sizes.size(), s.type);
         mode[i] = GradMode::storage;
         target[i] = &out[i];
         continue;
@@ -258,16 +259,16 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     BackwardArgs args;
     args.tokens = check_tokens(x, topk_ids, topk_weights, s);
     check_weights(weights, layout, s);
-    check("d_y", d_y, {args.tokens, s.hidden}, s.type);
-    check("routing_hash", hash, {1}, ScalarType::Long);
+    check("d_y", d_y, {args.tokens, s.hidden}, s.type, s);
+    check("routing_hash", hash, {1}, ScalarType::Long, s);
     args.x = views.matrix(x);
     args.d_y = views.matrix(d_y);
     args.topk_ids = views.contiguous(topk_ids);
     args.id_type = id_type(topk_ids);
     args.topk_weights = views.contiguous(topk_weights);
     args.weights = views.weights(weights, layout, s);
-    if (hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk) !=
-        *static_cast<const int64_t*>(hash.const_data_ptr())) {
+    if (s.device == kCpu && hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk) !=
+                                *static_cast<const int64_t*>(hash.const_data_ptr())) {
       refuse(ErrorCode::bad_routing,
              "topk_ids: not those of the forward pass. Under activation checkpointing the routing "
              "was computed again and came out differently; mok.checkpoint_policy() keeps it");
@@ -296,23 +297,22 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     args.d_shared_gate_vector = grads.matrix(shared_gate_vector);
 
     const std::lock_guard lock(entry.mutex);
-    Workspace& core = *entry.workspace;
     const int64_t rows = saved[0].size(0);
-    for (const Tensor& t : {saved[0], saved[1]})
-      check("saved rows", t, {rows, s.intermediate}, s.type);
+    check("saved_gate", saved[0], {rows, s.intermediate}, s.type, s);
+    check("saved_up", saved[1], {rows, s.intermediate}, s.type, s);
     if (rows > 0) {
-      if (rows != core.options().saved_rows) {
+      if (rows != entry.options().saved_rows) {
         refuse(ErrorCode::bad_argument, "saved_gate: " + std::to_string(rows) +
                                             " rows, but the workspace keeps " +
-                                            std::to_string(core.options().saved_rows) + "");
+                                            std::to_string(entry.options().saved_rows));
       }
-      check("saved_shared_gate", saved[2], {args.tokens, s.shared}, s.type);
-      check("saved_shared_up", saved[3], {args.tokens, s.shared}, s.type);
-      check("saved_shared_out", saved[4], {s.shared_gate ? args.tokens : 0, s.hidden}, s.type);
+      check("saved_shared_gate", saved[2], {args.tokens, s.shared}, s.type, s);
+      check("saved_shared_up", saved[3], {args.tokens, s.shared}, s.type, s);
+      check("saved_shared_out", saved[4], {s.shared_gate ? args.tokens : 0, s.hidden}, s.type, s);
       args.saved = kept_rows(saved, s);
     }
     reached_core = true;
-    core.backward(args);
+    entry.backward(args);
     return Gradients{d_x,          d_topk_weights, grads.out[0], grads.out[1], grads.out[2],
                      grads.out[3], grads.out[4],   grads.out[5], grads.out[6]};
   });
@@ -357,11 +357,18 @@ STABLE_TORCH_LIBRARY(mok, m) {
   m.def(backward_schema("backward_accumulate", kMainGrads).c_str());
 }
 
-STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) {
+// The workspace knows its executor.
+template <class Library>
+void implement(Library& m) {
   m.impl("routing_hash", TORCH_BOX(&routing_hash));
   m.impl("forward", TORCH_BOX(&forward));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward_accumulate", TORCH_BOX(&backward_accumulate));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) { implement(m); }
+#ifdef MOK_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(mok, CUDA, m) { implement(m); }
+#endif
 
 }  // namespace mok::torch_ops

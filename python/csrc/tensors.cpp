@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include <algorithm>
+
 namespace mok::torch_ops {
 namespace {
 
@@ -25,45 +27,79 @@ int64_t row_stride(const Tensor& t) {
 }  // namespace
 
 Sizes::Sizes(const WorkspaceEntry& entry)
-    : hidden(entry.shape.hidden),
-      intermediate(entry.shape.intermediate),
-      local_experts(entry.shape.experts / entry.group->group->ranks()),
-      topk(entry.shape.topk),
-      shared(entry.shape.shared_intermediate),
-      shared_gate(entry.shape.shared_gate),
-      precision(entry.precision),
+    : hidden(entry.shape().hidden),
+      intermediate(entry.shape().intermediate),
+      local_experts(entry.shape().experts / entry.ranks()),
+      topk(entry.shape().topk),
+      shared(entry.shape().shared_intermediate),
+      shared_gate(entry.shape().shared_gate),
+      device(entry.device()),
+      precision(entry.precision()),
       type(precision == Precision::bf16   ? ScalarType::BFloat16
            : precision == Precision::fp32 ? ScalarType::Float
                                           : ScalarType::Double),
       sum_type(precision == Precision::fp64 ? ScalarType::Double : ScalarType::Float) {}
 
-void check(const std::string& name, const Tensor& t, std::initializer_list<int64_t> sizes,
-           ScalarType type) {
-  if (!t.is_cpu()) refuse(ErrorCode::bad_argument, name + ": not a CPU tensor");
+bool on_device(const Tensor& t, const Sizes& s) {
+  return s.device == kCpu ? t.is_cpu() : t.is_cuda() && t.get_device_index() == s.device;
+}
+
+std::string device_text(const Sizes& s) {
+  return s.device == kCpu ? "cpu" : "cuda:" + std::to_string(s.device);
+}
+
+void check(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type,
+           const Sizes& s) {
+  const std::string argument = name;
+  if (!on_device(t, s)) {
+    const std::string own = t.is_cpu()    ? "cpu"
+                            : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index())
+                                          : "another device";
+    refuse(ErrorCode::bad_argument,
+           argument + ": on " + own + ", the workspace is on " + device_text(s));
+  }
   if (t.scalar_type() != type) {
     refuse(ErrorCode::bad_type,
-           name + ": dtype " + type_text(t.scalar_type()) + ", expected " + type_text(type));
+           argument + ": dtype " + type_text(t.scalar_type()) + ", expected " + type_text(type));
   }
   const auto have = t.sizes();
   bool same = have.size() == sizes.size();
   for (size_t i = 0; same && i < sizes.size(); ++i) same = have[i] == sizes.begin()[i];
   if (!same) {
     refuse(ErrorCode::bad_argument,
-           name + ": shape " + shape_text(have.data(), static_cast<int64_t>(have.size())) +
+           argument + ": shape " + shape_text(have.data(), static_cast<int64_t>(have.size())) +
                ", expected " + shape_text(sizes.begin(), static_cast<int64_t>(sizes.size())));
   }
+}
+
+// Not torch::stable::new_empty, which looks an operator up by its name: microseconds each time.
+Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, ScalarType type) {
+  std::array<int64_t, 4> strides{};
+  int64_t stride = 1;
+  for (size_t i = dimensions; i-- > 0; stride *= std::max<int64_t>(1, sizes[i])) {
+    strides[i] = stride;
+  }
+  int32_t device_type = 0, device_index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(dimensions), sizes, strides.data(), dtype,
+                               device_type, device_index, &made));
+  return Tensor(made);
 }
 
 int64_t check_tokens(const Tensor& x, const Tensor& ids, const Tensor& weights, const Sizes& s) {
   if (x.dim() != 2) refuse(ErrorCode::bad_argument, "x: not of shape [T, H]");
   const int64_t tokens = x.size(0);
-  check("x", x, {tokens, s.hidden}, s.type);
+  check("x", x, {tokens, s.hidden}, s.type, s);
   const ScalarType type = ids.scalar_type();
   if (type != ScalarType::Long && type != ScalarType::Int) {
     refuse(ErrorCode::bad_type, "topk_ids: dtype " + type_text(type) + ", expected Int or Long");
   }
-  check("topk_ids", ids, {tokens, s.topk}, type);
-  check("topk_weights", weights, {tokens, s.topk}, s.sum_type);
+  check("topk_ids", ids, {tokens, s.topk}, type, s);
+  check("topk_weights", weights, {tokens, s.topk}, s.sum_type, s);
   return tokens;
 }
 
@@ -78,7 +114,7 @@ void check_weights(const Weights& w, int64_t layout, const Sizes& s) {
     }
   }
   const auto one = [&](Weight i, std::initializer_list<int64_t> sizes) {
-    if (present[i]) check(kWeightNames[i], *w[i], sizes, s.type);
+    if (present[i]) check(kWeightNames[i], *w[i], sizes, s.type, s);
   };
   const int64_t gate_rows = layout == split ? s.intermediate : 2 * s.intermediate;
   one(w_gate, {s.local_experts, gate_rows, s.hidden});

@@ -42,6 +42,7 @@ enum Layout : int64_t { split = 0, stacked = 1, interleaved = 2 };
 struct Sizes {
   int64_t hidden, intermediate, local_experts, topk, shared;
   bool shared_gate;
+  int device;  // the GPU, or kCpu
   Precision precision;
   ScalarType type;      // of x, the weights and the rows
   ScalarType sum_type;  // of router weights and main_grad
@@ -53,8 +54,11 @@ struct Sizes {
   throw Error(code, message);
 }
 
-void check(const std::string& name, const Tensor& t, std::initializer_list<int64_t> sizes,
-           ScalarType type);
+// Of the device, shape and dtype; the device is that of the workspace.
+void check(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type,
+           const Sizes& s);
+bool on_device(const Tensor& t, const Sizes& s);
+std::string device_text(const Sizes& s);
 // x [T, H], topk_ids [T, K], topk_weights [T, K]; returns T.
 int64_t check_tokens(const Tensor& x, const Tensor& ids, const Tensor& weights, const Sizes& s);
 void check_weights(const Weights& w, int64_t layout, const Sizes& s);
@@ -83,9 +87,10 @@ void take_apart(AnyStack both, int64_t layout, const Sizes& s, int64_t element, 
   if (layout == interleaved) gate.row_stride = up.row_stride = 2 * both.row_stride;
 }
 
+// A new contiguous tensor on the device of `like`.
+Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, ScalarType type);
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
-  return torch::stable::new_empty(
-      like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
+  return empty(like, sizes.begin(), sizes.size(), type);
 }
 
 // The core takes a null pointer for "not wanted" or "not kept", which an empty tensor is not.

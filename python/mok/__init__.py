@@ -12,7 +12,16 @@ from mok import functional, integrations, ops
 from mok._library import library_version
 from mok.autograd import moe
 from mok.checkpoint import checkpoint_policy
-from mok.group import Group, Options, default_group, init, local_group, new_group, reserve
+from mok.group import (
+    Group,
+    Options,
+    default_group,
+    init,
+    local_group,
+    new_group,
+    reserve,
+    synchronize,
+)
 from mok.layer import MoELayer, Routing
 from mok.losses import load_balancing_loss, router_z_loss
 from mok.router import RouterConfig, expert_counts, route
@@ -39,4 +48,5 @@ __all__ = [
     "reserve",
     "route",
     "router_z_loss",
+    "synchronize",
 ]

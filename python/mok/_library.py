@@ -53,20 +53,18 @@ def _load() -> ctypes.CDLL:
         raise ImportError(
             f"mok: {path} does not load under PyTorch {torch.__version__}: {error}"
         ) from None
-    for name in ("mok_group_create", "mok_workspace_create", "mok_workspace_info"):
+    for name in (
+        "mok_group_create",
+        "mok_cuda_check",
+        "mok_cuda_symmetric_bytes",
+        "mok_workspace_create",
+        "mok_workspace_info",
+        "mok_workspace_synchronize",
+    ):
         getattr(library, name).restype = ctypes.c_int64
     library.mok_error_message.restype = ctypes.c_char_p
     library.mok_version.restype = ctypes.c_char_p
     return library
-
-
-DEVICES = ("cpu",)  # the devices that this build has operators for
-
-
-def check_device(name: str, device: torch.device) -> None:
-    """Raises ValueError for a device without operators. `meta` passes where a graph is traced."""
-    if device.type not in DEVICES and device.type != "meta":
-        raise ValueError(f"{name}: on {device}; this build works on {', '.join(DEVICES)} tensors")
 
 
 class WorkspaceRequest(ctypes.Structure):
@@ -81,10 +79,20 @@ class WorkspaceRequest(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("max_tokens", "ring_rows", "minibatch_rows")),
         *((name, ctypes.c_int64) for name in ("saved_rows", "compute_workers", "comm_workers")),
         ("delay_seed", ctypes.c_uint64),
+        *((name, ctypes.c_int64) for name in ("comm_blocks", "sm_reserve")),
     )
 
 
 _lib = _load()
+
+# The devices that this build has operators for.
+DEVICES = ("cpu", "cuda") if _lib.mok_has_cuda() else ("cpu",)
+
+
+def check_device(name: str, device: torch.device, devices: tuple = DEVICES) -> None:
+    """Raises ValueError for a device without operators. `meta` passes where a graph is traced."""
+    if device.type not in devices and device.type != "meta":
+        raise ValueError(f"{name}: on {device}; this build works on {', '.join(devices)} tensors")
 
 
 def library_version() -> str:
@@ -115,8 +123,25 @@ def destroy_group(handle: int) -> None:
     _lib.mok_group_destroy(ctypes.c_int64(handle))
 
 
-def create_workspace(group: int, request: WorkspaceRequest) -> int:
-    return _checked(_lib.mok_workspace_create(ctypes.c_int64(group), ctypes.byref(request)))
+def check_gpu(index: int) -> None:
+    """Raises RuntimeError when the layer cannot run on that GPU."""
+    _checked(_lib.mok_cuda_check(index))
+
+
+def symmetric_bytes(group: int, request: WorkspaceRequest) -> int:
+    """Bytes of each rank's block of symmetric memory on a GPU."""
+    return _checked(_lib.mok_cuda_symmetric_bytes(ctypes.c_int64(group), ctypes.byref(request)))
+
+
+def create_workspace(
+    group: int, request: WorkspaceRequest, device: torch.device, blocks: list[int] | None = None
+) -> int:
+    """blocks: every rank's block of symmetric memory; on a GPU with several ranks."""
+    index = -1 if device.type == "cpu" else device.index
+    addresses = None if blocks is None else (ctypes.c_void_p * len(blocks))(*blocks)
+    return _checked(
+        _lib.mok_workspace_create(ctypes.c_int64(group), ctypes.byref(request), index, addresses)
+    )
 
 
 def workspace_info(handle: int) -> dict[str, int]:
@@ -124,6 +149,11 @@ def workspace_info(handle: int) -> dict[str, int]:
     _checked(_lib.mok_workspace_info(ctypes.c_int64(handle), values))
     names = ("max_tokens", "saved_rows", "ring_rows", "minibatch_rows", "memory_bytes")
     return dict(zip(names, values, strict=True))
+
+
+def synchronize_workspace(handle: int) -> None:
+    """Waits for the last call, and raises what went wrong."""
+    _checked(_lib.mok_workspace_synchronize(ctypes.c_int64(handle)))
 
 
 def abort_call(handle: int) -> None:

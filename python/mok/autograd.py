@@ -276,10 +276,10 @@ def moe(
     workspace, saved_rows = _find_workspace(
         group.key, hidden, inner, local_experts * group.ranks, topk, shared_inner,
         shared_gate_vector is not None, swiglu_limit, dtype,
-        group.capacity(0 if group.max_tokens is not None else x.shape[0]),
+        group.capacity(0 if group.max_tokens is not None else x.shape[0]), w_down.device,
     )  # fmt: skip
 
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(w_down.device.type):
         x = x.to(dtype)
         topk_weights = topk_weights.to(torch.float64 if dtype == torch.float64 else torch.float32)
     wrong = _wrong_tokens(x, topk_ids, topk_weights, hidden, topk, dtype)

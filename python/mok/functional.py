@@ -106,7 +106,7 @@ class MoKWorkspace:
         """(handle, rows saved for backward) of the core's workspace; made at the first call."""
         return _find_workspace(
             self.group.key, self.hidden_size, inner, local_experts * self.ranks, self.topk,
-            shared_inner, gated, limit, dtype, self.num_local_tokens,
+            shared_inner, gated, limit, dtype, self.num_local_tokens, self.device,
         )  # fmt: skip
 
 
@@ -169,8 +169,10 @@ def validate_workspace_args(
         device = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device: {error}") from None
-    if device.type not in _library.DEVICES:
-        _library.check_device("device", torch.device("cuda") if device.type == "meta" else device)
+    if device.type not in _library.DEVICES:  # meta included
+        raise ValueError(
+            f"device: {device}; this build works on {', '.join(_library.DEVICES)} tensors"
+        )
     check_integer("num_local_tokens", num_local_tokens, 0)
     check_integer("hidden_size", hidden_size, 1)
     check_integer("topk", topk, 1)
@@ -205,7 +207,14 @@ def create_workspace(
         made = new_group(process_group, max_tokens=most, options=options)
     else:
         made = new_group(max_tokens=most, options=options)
-    return MoKWorkspace(made, process_group, torch.device(device), hidden_size, topk)
+    return MoKWorkspace(made, process_group, _with_index(device), hidden_size, topk)
+
+
+def _with_index(device) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 _cache: dict[tuple, MoKWorkspace] = {}
@@ -227,7 +236,7 @@ def get_workspace(
         "topk": topk,
     }  # fmt: skip
     validate_workspace_args(config, group, **settings)
-    key = (group, torch.device(device), hidden_size, topk, config.schedule_capacity_multiplier)
+    key = (group, _with_index(device), hidden_size, topk, config.schedule_capacity_multiplier)
     found = _cache.get(key)
     if found is None or found.num_local_tokens < num_local_tokens:
         found = _cache[key] = create_workspace(config, group, **settings)

@@ -5,12 +5,12 @@ import os
 import secrets
 import socket
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
 
-from mok import _library
+from mok import _library, _symmetric
 
 _PRECISIONS = {torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
 
@@ -44,6 +44,8 @@ class Options:
         compute_workers: CPU threads per rank; 0 = cores / ranks of this machine.
         comm_workers: CPU threads per rank that fetch rows; 0 = the default.
         delay_seed: not 0: random delays before tasks (tests).
+        comm_blocks: thread blocks of a GPU that fetch rows; 0 = all.
+        sm_reserve: SMs of a GPU that are left to other kernels.
     """
 
     ring_rows: int = 0
@@ -52,6 +54,8 @@ class Options:
     compute_workers: int = 0
     comm_workers: int = 0
     delay_seed: int = 0
+    comm_blocks: int = 0
+    sm_reserve: int = 0
 
     def __post_init__(self):
         for field in fields(self):
@@ -103,7 +107,8 @@ class Group:
         handle = _library.create_group(name, rank, ranks, arrival_timeout, progress_timeout)
         self._handle = handle
         self._generation = 0
-        self._workspaces: dict[tuple[Shape, int], tuple[int, int]] = {}
+        # (handle, rows saved for backward, what its memory hangs on)
+        self._workspaces: dict[tuple[Shape, int, torch.device], tuple[int, int, object]] = {}
         # Runs at exit too, before the interpreter ends. Waits for nobody.
         self._closer = weakref.finalize(self, _close, os.getpid(), self._workspaces, handle)
         self._set_key()
@@ -147,8 +152,13 @@ class Group:
         """Memory of this rank's workspaces, symmetric and local."""
         return sum(
             _library.workspace_info(handle)["memory_bytes"]
-            for handle, _ in self._workspaces.values()
+            for handle, *_ in self._workspaces.values()
         )
+
+    def synchronize(self) -> None:
+        """Waits for this rank's calls, and raises what went wrong in them. See :func:`synchronize`."""
+        for handle, *_ in list(self._workspaces.values()):
+            _library.synchronize_workspace(handle)
 
     def capacity(self, tokens: int) -> int:
         """T_max of the workspace for a call with that many tokens. Raises ValueError beyond it."""
@@ -164,34 +174,72 @@ class Group:
             capacity *= 2
         return capacity
 
-    def _workspace(self, shape: Shape, capacity: int) -> tuple[int, int]:
+    def _workspace(self, shape: Shape, capacity: int, device: torch.device) -> tuple[int, int]:
         """(handle, rows saved for backward); made at the first call, which is collective."""
-        found = self._workspaces.get((shape, capacity))
+        found = self._workspaces.get((shape, capacity, device))
         if found is None:
-            options = self.options
-            handle = _library.create_workspace(
-                self._handle,
-                _library.WorkspaceRequest(
-                    hidden=shape.hidden,
-                    intermediate=shape.intermediate,
-                    experts=shape.experts,
-                    topk=shape.topk,
-                    shared_intermediate=shape.shared_intermediate,
-                    shared_gate=int(shape.shared_gate),
-                    swiglu_limit=math.inf if shape.swiglu_limit is None else shape.swiglu_limit,
-                    precision=_PRECISIONS[shape.dtype],
-                    max_tokens=capacity,
-                    ring_rows=options.ring_rows,
-                    minibatch_rows=options.minibatch_rows,
-                    saved_rows=options.saved_rows,
-                    compute_workers=options.compute_workers,
-                    comm_workers=options.comm_workers,
-                    delay_seed=options.delay_seed,
-                ),
+            found = self._create_workspace(shape, capacity, device)
+            self._workspaces[shape, capacity, device] = found
+        return found[:2]
+
+    def _create_workspace(
+        self, shape: Shape, capacity: int, device: torch.device
+    ) -> tuple[int, int, object]:
+        options = self.options
+        request = _library.WorkspaceRequest(
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            experts=shape.experts,
+            topk=shape.topk,
+            shared_intermediate=shape.shared_intermediate,
+            shared_gate=int(shape.shared_gate),
+            swiglu_limit=math.inf if shape.swiglu_limit is None else shape.swiglu_limit,
+            precision=_PRECISIONS[shape.dtype],
+            max_tokens=capacity,
+            ring_rows=options.ring_rows,
+            minibatch_rows=options.minibatch_rows,
+            saved_rows=options.saved_rows,
+            compute_workers=options.compute_workers,
+            comm_workers=options.comm_workers,
+            delay_seed=options.delay_seed,
+            comm_blocks=options.comm_blocks,
+            sm_reserve=options.sm_reserve,
+        )
+        memory = None
+        if device.type == "cpu":
+            handle = _library.create_workspace(self._handle, request, device)
+        else:
+            handle, memory = self._create_on_gpu(shape, request, device)
+        return handle, _library.workspace_info(handle)["saved_rows"], memory
+
+    def _create_on_gpu(self, shape: Shape, request, device: torch.device) -> tuple[int, object]:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "mok: the first call of a configuration takes memory, which cannot be done while a "
+                "CUDA graph is captured; make one call before"
             )
-            found = handle, _library.workspace_info(handle)["saved_rows"]
-            self._workspaces[shape, capacity] = found
-        return found
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()  # what PyTorch holds without need may be what is needed here
+
+            def size():
+                _library.check_gpu(device.index)
+                if shape.dtype != torch.bfloat16:
+                    raise TypeError(
+                        f"w_down: dtype {shape.dtype}; on a GPU the layer computes in "
+                        "torch.bfloat16 (compute_dtype=torch.bfloat16 converts a MoELayer's weights)"
+                    )
+                return _library.symmetric_bytes(self._handle, request)
+
+            if self.ranks == 1:
+                size()
+                return _library.create_workspace(self._handle, request, device), None
+            settings = {**asdict(shape), "max_tokens": request.max_tokens}
+            blocks, memory = _symmetric.allocate(self._process_group, device, settings, size)
+            handle = _symmetric.create(
+                self._process_group,
+                lambda: _library.create_workspace(self._handle, request, device, blocks),
+            )
+            return handle, memory
 
     def __deepcopy__(self, memo):
         return self  # copies of a module share its group
@@ -208,7 +256,7 @@ _default: Group | None = None
 
 
 def _destroy_all(workspaces: dict) -> None:
-    for handle, _ in workspaces.values():
+    for handle, *_ in workspaces.values():
         _library.destroy_workspace(handle)
     workspaces.clear()
 
@@ -231,12 +279,13 @@ def _find_workspace(
     swiglu_limit: float | None,
     dtype: torch.dtype,
     capacity: int,
+    device: torch.device,
 ) -> tuple[int, int]:
     """(handle, rows saved for backward). While a graph is traced, its arguments are constants."""
     shape = Shape(
         hidden, intermediate, experts, topk, shared_intermediate, shared_gate, swiglu_limit, dtype
     )
-    return _groups[key]._workspace(shape, capacity)
+    return _groups[key]._workspace(shape, capacity, device)
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler (seconds).
@@ -406,3 +455,21 @@ def reserve(max_tokens: int, group: Group | None = None) -> None:
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group: {group!r} is no mok.Group")
     (group or default_group()).reserve(max_tokens)
+
+
+def synchronize(group: Group | None = None) -> None:
+    """Waits for this rank's calls, and raises what went wrong in them.
+
+    On a GPU a call returns at once, and what goes wrong later (ids outside [-1, E), a peer that
+    failed or did not come) is raised by the next call, or here. Replays of CUDA graphs are not
+    waited for. On the CPU there is nothing to wait for.
+
+    Args:
+        group: default: all groups of this process.
+
+    Raises: as :func:`mok.moe`.
+    """
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group: {group!r} is no mok.Group")
+    for each in [group] if group is not None else list(_groups.values()):
+        each.synchronize()

@@ -36,8 +36,8 @@ class MoELayer(nn.Module):
     [I_s, H], ``w_shared_down`` [H, I_s], ``shared_gate_vector`` [1, H]; ``router_weight`` [E, H]
     fp32. Buffer ``router_bias`` [E] fp32, if the router has one.
 
-    Initial values depend on PyTorch's seed and on the global expert, not on R; seed all ranks
-    alike.
+    Initial values depend on PyTorch's seed, the kind of device and the global expert, not on R;
+    seed all ranks alike.
 
     Args:
         hidden, intermediate, experts, topk: H, I, E (of all ranks), K.
@@ -207,9 +207,9 @@ class MoELayer(nn.Module):
         local = self.w_down.shape[0]
 
         def fill(tensor: Tensor, key: int) -> None:
-            generator = torch.Generator().manual_seed((base + key) % 2**63)
-            values = torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5
-            tensor.copy_(values)
+            generator = torch.Generator(tensor.device).manual_seed((base + key) % 2**63)
+            values = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+            tensor.copy_(values * tensor.shape[-1] ** -0.5)
 
         for i in range(local):
             key = 8 * (rank * local + i + 1)

@@ -243,7 +243,7 @@ def test_operators_check_for_themselves():
     a = list(arguments(p).values())
     group = mok.new_group(max_tokens=64)
     run(p, group)
-    ((handle, saved_rows),) = group._workspaces.values()
+    ((handle, saved_rows, _),) = group._workspaces.values()
 
     def forward(tensors, workspace=handle, saved=0, layout=0):
         return torch.ops.mok.forward(*tensors, *(None,) * 7, workspace, saved, layout)
