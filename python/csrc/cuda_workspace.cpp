@@ -7,6 +7,7 @@
 #include <exception>
 #include <optional>
 
+#include "meeting.h"
 #include "mok/cuda.h"
 
 namespace mok::torch_ops {
@@ -18,9 +19,9 @@ void* current_stream(int device) {
   using Getter = int32_t (*)(int32_t device, void** stream);
   static const Getter get = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return library == nullptr ? nullptr
-                              : reinterpret_cast<Getter>(
-                                    dlsym(library, "aoti_torch_get_current_cuda_stream"));
+    return library == nullptr
+               ? nullptr
+               : reinterpret_cast<Getter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
   }();
   void* stream = nullptr;
   if (get == nullptr || get(device, &stream) != 0) {
@@ -49,6 +50,7 @@ class CudaWorkspace final : public WorkspaceEntry {
     if (blocks.empty()) {
       core_.emplace(s.shape, std::vector<int>{device}, cuda_options(s));
     } else {
+      meeting_.emplace(*s.group->group);
       const cuda::SymmetricMemory memory(s.group->group->rank(), device, blocks);
       core_.emplace(s.shape, memory, cuda_options(s));
     }
@@ -115,14 +117,18 @@ class CudaWorkspace final : public WorkspaceEntry {
       core_->synchronize();
     } catch (const Error&) {  // was raised before
     }
-    settings_.group->barrier("recovery: nobody is in a call");
+    // Nobody is in a call any more; then all memory is clear.
+    meeting_->attend(2 * recoveries_ + 1, "make its next call after an error");
     core_->recover();
-    settings_.group->barrier("recovery: all memory is clear");
+    meeting_->attend(2 * recoveries_ + 2, "recover from an error");
+    ++recoveries_;
     broken_ = false;
   }
 
+  std::optional<Meeting> meeting_;  // of several ranks
   std::optional<cuda::Workspace> core_;
   bool broken_ = false;
+  int64_t recoveries_ = 0;
 };
 
 }  // namespace

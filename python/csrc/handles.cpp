@@ -63,11 +63,6 @@ int64_t guarded(const Body& body) {
 
 }  // namespace
 
-void GroupEntry::barrier(const std::string& what) {
-  const std::lock_guard lock(mutex);
-  group->free_symmetric(group->allocate_symmetric(what, 64));  // collective, and ends together
-}
-
 std::shared_ptr<GroupEntry> find_group(int64_t handle) {
   Tables& t = tables();
   const std::lock_guard lock(t.mutex);

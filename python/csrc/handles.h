@@ -13,11 +13,6 @@ namespace mok::torch_ops {
 
 struct GroupEntry {
   std::unique_ptr<Group> group;
-  std::mutex mutex;
-
-  // Returns when all ranks are in it, with the same `what`. Throws deadline, aborted (a peer is
-  // gone) and disagreement.
-  void barrier(const std::string& what);
 };
 
 inline constexpr int kCpu = -1;

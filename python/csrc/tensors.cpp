@@ -84,9 +84,9 @@ Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, Scalar
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(dimensions), sizes, strides.data(), dtype,
-                               device_type, device_index, &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(dimensions), sizes,
+                                                         strides.data(), dtype, device_type,
+                                                         device_index, &made));
   return Tensor(made);
 }
 

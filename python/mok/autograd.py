@@ -24,6 +24,28 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # ---- the formula -----------------------------------------------------------------------------
 
 
+def _gradients(d_y, arguments, main_grads, routing_hash, saved, workspace, layout, wanted):
+    """(d_x, d_topk_weights, seven of weights); None where not `wanted` or added to a main_grad."""
+    if d_y is None:  # the peers wait for this rank's part all the same
+        d_y = torch.zeros_like(arguments[0])
+    needs = 0
+    for bit, want in enumerate(wanted):
+        needs |= want << bit
+    operands = (d_y, *arguments, routing_hash, *saved, workspace, layout, needs)
+    if main_grads != (None,) * 7:
+        if torch.is_grad_enabled():  # create_graph=True
+            _no_second_derivative()
+        grads = torch.ops.mok.backward_accumulate.default(*operands, *main_grads)
+        wanted = (*wanted[:2], *(w and m is None for w, m in zip(wanted[2:], main_grads)))  # noqa: B905
+    elif torch.is_grad_enabled():
+        grads = torch.ops.mok.backward.default(*operands)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            grads = torch.ops.mok.backward.default(*operands)
+    return [grad if want else None for grad, want in zip(grads, wanted)]  # noqa: B905
+
+
+# Of the operator, for graphs and for whoever calls it.
 def _setup_context(ctx, inputs, output):
     *tensors, workspace, _, layout = inputs
     arguments, main_grads = tensors[:10], tensors[10:]
@@ -31,7 +53,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*arguments, *saved)
     # These stay what they were at forward: main_grads may change between forward and backward, and
     # the hash must not be that of a recomputed forward (activation checkpointing).
-    ctx.main_grads = main_grads
+    ctx.main_grads = tuple(main_grads)
     ctx.routing_hash = routing_hash
     ctx.workspace = workspace
     ctx.layout = layout
@@ -40,28 +62,14 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, d_y, *_):
-    *arguments, saved0, saved1, saved2, saved3, saved4 = ctx.saved_tensors
-    if d_y is None:  # the peers wait for this rank's part all the same
-        d_y = torch.zeros_like(arguments[0])
-    wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:10]]  # all but topk_ids
-    needs = sum(1 << bit for bit, want in enumerate(wanted) if want)
-    operands = (
-        d_y, *arguments, ctx.routing_hash, saved0, saved1, saved2, saved3, saved4, ctx.workspace,
-        ctx.layout, needs,
+    tensors = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    wanted = (needs[0], *needs[2:10])  # all but topk_ids
+    d_x, *others = _gradients(
+        d_y, tensors[:10], ctx.main_grads, ctx.routing_hash, tensors[10:], ctx.workspace,
+        ctx.layout, wanted,
     )  # fmt: skip
-    if any(main_grad is not None for main_grad in ctx.main_grads):
-        if torch.is_grad_enabled():  # create_graph=True
-            _no_second_derivative()
-        grads = torch.ops.mok.backward_accumulate(*operands, *ctx.main_grads)
-        delivered = [True, True, *(main_grad is None for main_grad in ctx.main_grads)]
-    else:
-        grads = torch.ops.mok.backward(*operands)
-        delivered = [True] * 9
-    d_x, d_topk_weights, *d_weights = (
-        grad if want and mine else None
-        for grad, want, mine in zip(grads, wanted, delivered, strict=True)
-    )
-    return (d_x, None, d_topk_weights, *d_weights, *(None,) * 10)
+    return (d_x, None, *others, *(None,) * 10)
 
 
 def _no_second_derivative(*_):
@@ -70,6 +78,32 @@ def _no_second_derivative(*_):
 
 torch.library.register_autograd("mok::forward", _backward, setup_context=_setup_context)
 torch.library.register_autograd("mok::backward", _no_second_derivative)
+
+
+class _MoE(torch.autograd.Function):
+    """The same without the operator's own autograd, which costs tens of microseconds a call."""
+
+    @staticmethod
+    def forward(ctx, workspace, saved_rows, layout, main_grads, *arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            y, ctx.routing_hash, *saved = torch.ops.mok.forward.default(
+                *arguments, *main_grads, workspace, saved_rows, layout
+            )
+        ctx.save_for_backward(*arguments, *saved)
+        ctx.main_grads, ctx.workspace, ctx.layout = main_grads, workspace, layout
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx, d_y):
+        tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        wanted = (needs[4], *needs[6:])
+        d_x, *others = _gradients(
+            d_y, tensors[:10], ctx.main_grads, ctx.routing_hash, tensors[10:], ctx.workspace,
+            ctx.layout, wanted,
+        )  # fmt: skip
+        return (None, None, None, None, d_x, None, *others)
 
 
 # ---- checks: the exception that fits, or None ------------------------------------------------
@@ -81,13 +115,13 @@ def _wrong_tensor(name: str, value) -> Exception | None:
     return None
 
 
-def _wrong(name: str, value, shape: tuple, letters: str, dtype: torch.dtype) -> Exception | None:
+def _wrong(
+    name: str, value, shape: tuple, letters: str, dtype: torch.dtype, device: torch.device
+) -> Exception | None:
     if not isinstance(value, Tensor):
         return _wrong_tensor(name, value)
-    if value.device.type not in _library.DEVICES:
-        return ValueError(
-            f"{name}: on {value.device}; this build works on {', '.join(_library.DEVICES)} tensors"
-        )
+    if value.device != device:
+        return ValueError(f"{name}: on {value.device}, w_down on {device}")
     if value.dtype != dtype:
         return TypeError(f"{name}: dtype {value.dtype}, expected {dtype}")
     if value.shape != shape:
@@ -95,8 +129,10 @@ def _wrong(name: str, value, shape: tuple, letters: str, dtype: torch.dtype) -> 
     return None
 
 
-def _wrong_weights(weights: tuple, layout: str, sizes: tuple, dtype) -> Exception | None:
-    experts, inner, hidden, shared = sizes
+def _wrong_weights(weights: tuple, layout: str) -> Exception | None:
+    w_down, w_shared_down = weights[2], weights[5]
+    experts, hidden, inner = w_down.shape
+    shared = 0 if w_shared_down is None else w_shared_down.shape[-1]
     rows = inner if layout == "split" else 2 * inner
     expected = (
         ((experts, rows, hidden), "[E_local, I, H]" if layout == "split" else "[E_local, 2I, H]"),
@@ -109,23 +145,34 @@ def _wrong_weights(weights: tuple, layout: str, sizes: tuple, dtype) -> Exceptio
     )
     for name, weight, (shape, letters) in zip(WEIGHT_NAMES, weights, expected, strict=True):
         if weight is not None:
-            wrong = _wrong(name, weight, shape, letters, dtype)
+            wrong = _wrong(name, weight, shape, letters, w_down.dtype, w_down.device)
             if wrong is not None:
                 return wrong
     return None
 
 
-def _wrong_tokens(x, topk_ids, topk_weights, hidden: int, topk: int, dtype) -> Exception | None:
-    tokens = x.shape[0]
-    wrong = _wrong("x", x, (tokens, hidden), "[T, H]", dtype)
+def _wrong_tokens(x, topk_ids, topk_weights, w_down, topk: int, group: Group) -> Exception | None:
+    tokens, hidden = x.shape[0], w_down.shape[1]
+    dtype, device = w_down.dtype, w_down.device
+    wrong = _wrong("x", x, (tokens, hidden), "[T, H]", dtype, device)
     if wrong is None and topk_ids.dtype not in (torch.int32, torch.int64):
         wrong = TypeError(f"topk_ids: dtype {topk_ids.dtype}, expected torch.int32 or torch.int64")
     if wrong is None:
-        wrong = _wrong("topk_ids", topk_ids, (tokens, topk), "[T, K]", topk_ids.dtype)
+        wrong = _wrong("topk_ids", topk_ids, (tokens, topk), "[T, K]", topk_ids.dtype, device)
     if wrong is None:
-        sums = torch.float64 if dtype == torch.float64 else torch.float32
-        wrong = _wrong("topk_weights", topk_weights, (tokens, topk), "[T, K]", sums)
+        wrong = _wrong(
+            "topk_weights", topk_weights, (tokens, topk), "[T, K]", _sum_dtype(dtype), device
+        )
+    if wrong is None and group.max_tokens is not None and tokens > group.max_tokens:
+        wrong = ValueError(
+            f"x: {tokens} tokens, but max_tokens is {group.max_tokens}; all ranks must call "
+            "mok.reserve(max_tokens) first"
+        )
     return wrong
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def main_grads_of(weights: tuple, dtype: torch.dtype) -> tuple:
@@ -133,7 +180,6 @@ def main_grads_of(weights: tuple, dtype: torch.dtype) -> tuple:
 
     Raises what is wrong with it: missing (ValueError), of another shape, dtype or device.
     """
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
     found = []
     for name, weight in zip(WEIGHT_NAMES, weights, strict=True):
         if weight is None or not weight.requires_grad:
@@ -143,8 +189,11 @@ def main_grads_of(weights: tuple, dtype: torch.dtype) -> tuple:
         if main_grad is None:
             raise ValueError(f"{name}.main_grad: missing, but gradients are to be added to it")
         main_grad = _local(main_grad)
-        shape = _local(weight).shape
-        wrong = _wrong(f"{name}.main_grad", main_grad, shape, "the weight's shape", sums)
+        weight = _local(weight)
+        wrong = _wrong(
+            f"{name}.main_grad", main_grad, weight.shape, "the weight's shape", _sum_dtype(dtype),
+            weight.device,
+        )  # fmt: skip
         if wrong is None and main_grad.requires_grad:
             wrong = ValueError(f"{name}.main_grad: must not require grad")
         if wrong is None and main_grad.shape[-1] > 1 and main_grad.stride(-1) != 1:
@@ -155,12 +204,16 @@ def main_grads_of(weights: tuple, dtype: torch.dtype) -> tuple:
     return tuple(found)
 
 
-def _local(weight):
-    """A DTensor's local shard (differentiably: its gradient comes back as a DTensor)."""
+def _locals(weights: tuple) -> tuple:
+    """DTensors' local shards (differentiably: their gradients come back as DTensors)."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and isinstance(weight, module.DTensor):
-        return weight.to_local()
-    return weight
+    if module is None:
+        return weights
+    return tuple([w.to_local() if isinstance(w, module.DTensor) else w for w in weights])
+
+
+def _local(weight):
+    return _locals((weight,))[0]
 
 
 def _refuse(handle: int, group: Group, error: Exception):
@@ -231,30 +284,23 @@ def moe(
         raise ValueError(
             f"w_up: {'missing' if w_up is None else 'given'}, but layout is {layout!r}"
         )
-    shared = (w_shared_gate, w_shared_up, w_shared_down)
-    if any(w is None for w in shared) != all(w is None for w in shared):
+    no_shared = w_shared_gate is None
+    if (w_shared_up is None) != no_shared or (w_shared_down is None) != no_shared:
         raise ValueError("w_shared_gate, w_shared_up, w_shared_down: give all three or none")
-    if shared_gate_vector is not None and w_shared_gate is None:
+    if shared_gate_vector is not None and no_shared:
         raise ValueError("shared_gate_vector: given without a shared expert")
 
-    weights = (w_gate, w_up, w_down, *shared, shared_gate_vector)
-    for name, weight in zip(WEIGHT_NAMES, weights, strict=True):
-        wrong = None if weight is None else _wrong_tensor(name, weight)
-        if wrong is not None:
-            raise wrong
+    weights = (
+        w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector,
+    )  # fmt: skip
+    for name, weight in zip(WEIGHT_NAMES, weights):  # noqa: B905
+        if weight is not None and not isinstance(weight, Tensor):
+            raise _wrong_tensor(name, weight)
     main_grads = (None,) * 7
     if accumulate:
         main_grads = main_grads_of(accumulate_from or weights, w_down.dtype)
-    weights = tuple(_local(weight) for weight in weights)
-
-    # The workspace is found by the weights, so that ranks whose tokens do not fit can say so to
-    # their peers.
+    weights = _locals(weights)
     w_down, w_shared_down = weights[2], weights[5]
-    dtype = w_down.dtype
-    if dtype not in DTYPES:
-        raise TypeError(f"w_down: dtype {dtype}, expected one of {DTYPES}")
-    if w_down.dim() != 3:
-        raise ValueError(f"w_down: shape {list(w_down.shape)}, expected [E_local, H, I]")
     wrong = _wrong_tensor("topk_ids", topk_ids) or _wrong_tensor("x", x)
     wrong = wrong or _wrong_tensor("topk_weights", topk_weights)
     if wrong is not None:
@@ -264,38 +310,81 @@ def moe(
     if x.dim() != 2:
         raise ValueError(f"x: shape {list(x.shape)}, expected [T, H]")
     group = group or default_group()
-    local_experts, hidden, inner = w_down.shape
+    dtype, device = w_down.dtype, w_down.device
+    _library.check_device("w_down", device)
+    capacity = group.capacity(0 if group.max_tokens is not None else x.shape[0])
     topk = topk_ids.shape[1]
-    shared_inner = 0 if w_shared_down is None else w_shared_down.shape[-1]
+    if torch.is_autocast_enabled(device.type):
+        x = x.to(dtype)
+        topk_weights = topk_weights.to(_sum_dtype(dtype))
+
+    # What was found once needs no checks in Python but of devices, by which the operator is chosen:
+    # its own checks have better speed, if not better words.
+    key = found = None
+    if not torch.compiler.is_compiling():
+        key = (
+            w_down.shape, topk, None if no_shared else w_shared_down.shape,
+            shared_gate_vector is None, swiglu_limit, dtype, capacity, device,
+        )  # fmt: skip
+        one_device = all(
+            [t is None or t.device == device for t in (x, topk_ids, topk_weights, *weights)]
+        )
+        found = group.found.get(key) if one_device else None
+    if found is None:
+        found = _checked_workspace(weights, layout, topk, swiglu_limit, capacity, group)
+        wrong = _wrong_tokens(x, topk_ids, topk_weights, w_down, topk, group)
+        if wrong is not None:
+            _refuse(found[0], group, wrong)
+        if key is not None:
+            group.found[key] = found
+    workspace, saved_rows = found
+
+    differentiable = torch.is_grad_enabled() and (
+        x.requires_grad
+        or topk_weights.requires_grad
+        or any([w is not None and w.requires_grad for w in weights])
+    )
+    saved_rows = saved_rows if differentiable else 0
+    if key is None:
+        return torch.ops.mok.forward(
+            x, topk_ids, topk_weights, *weights, *main_grads, workspace, saved_rows, LAYOUTS[layout]
+        )[0]
+    try:
+        if differentiable:
+            return _MoE.apply(
+                workspace, saved_rows, LAYOUTS[layout], main_grads, x, topk_ids, topk_weights,
+                *weights,
+            )  # fmt: skip
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.mok.forward.default(
+                x, topk_ids, topk_weights, *weights, *main_grads, workspace, 0, LAYOUTS[layout]
+            )[0]
+    except ValueError:
+        wrong = _wrong_weights(weights, layout)
+        wrong = wrong or _wrong_tokens(x, topk_ids, topk_weights, w_down, topk, group)
+        if wrong is not None:
+            raise wrong from None
+        raise
+
+
+def _checked_workspace(weights, layout: str, topk: int, swiglu_limit, capacity: int, group: Group):
+    """(handle, rows saved for backward).
+
+    It is found by the weights, so that ranks whose tokens do not fit can say so to their peers.
+    """
+    w_down, w_shared_down = weights[2], weights[5]
+    if w_down.dtype not in DTYPES:
+        raise TypeError(f"w_down: dtype {w_down.dtype}, expected one of {DTYPES}")
+    if w_down.dim() != 3:
+        raise ValueError(f"w_down: shape {list(w_down.shape)}, expected [E_local, H, I]")
     if swiglu_limit is not None and not swiglu_limit > 0:
         raise ValueError(f"swiglu_limit: {swiglu_limit} is not positive")
-    sizes = (local_experts, inner, hidden, shared_inner)
-    wrong = _wrong_weights(weights, layout, sizes, dtype)
+    wrong = _wrong_weights(weights, layout)
     if wrong is not None:
         raise wrong
-    workspace, saved_rows = _find_workspace(
+    local_experts, hidden, inner = w_down.shape
+    shared_inner = 0 if w_shared_down is None else w_shared_down.shape[-1]
+    return _find_workspace(
         group.key, hidden, inner, local_experts * group.ranks, topk, shared_inner,
-        shared_gate_vector is not None, swiglu_limit, dtype,
-        group.capacity(0 if group.max_tokens is not None else x.shape[0]), w_down.device,
+        weights[6] is not None, swiglu_limit, w_down.dtype, capacity, w_down.device,
     )  # fmt: skip
-
-    if torch.is_autocast_enabled(w_down.device.type):
-        x = x.to(dtype)
-        topk_weights = topk_weights.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    wrong = _wrong_tokens(x, topk_ids, topk_weights, hidden, topk, dtype)
-    if wrong is None and group.max_tokens is not None and x.shape[0] > group.max_tokens:
-        wrong = ValueError(
-            f"x: {x.shape[0]} tokens, but max_tokens is {group.max_tokens}; all ranks must call "
-            "mok.reserve(max_tokens) first"
-        )
-    if wrong is not None:
-        _refuse(workspace, group, wrong)
-
-    keep = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, topk_weights, *weights)
-    )
-    outputs = torch.ops.mok.forward(
-        x, topk_ids, topk_weights, *weights, *main_grads, workspace, saved_rows if keep else 0,
-        LAYOUTS[layout],
-    )  # fmt: skip
-    return outputs[0]

@@ -169,10 +169,7 @@ def validate_workspace_args(
         device = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device: {error}") from None
-    if device.type not in _library.DEVICES:  # meta included
-        raise ValueError(
-            f"device: {device}; this build works on {', '.join(_library.DEVICES)} tensors"
-        )
+    _library.check_device("device", device)
     check_integer("num_local_tokens", num_local_tokens, 0)
     check_integer("hidden_size", hidden_size, 1)
     check_integer("topk", topk, 1)

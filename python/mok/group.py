@@ -107,6 +107,8 @@ class Group:
         handle = _library.create_group(name, rank, ranks, arrival_timeout, progress_timeout)
         self._handle = handle
         self._generation = 0
+        # What mok.moe looks up: the handle and saved rows for its arguments' sizes.
+        self.found: dict[tuple, tuple[int, int]] = {}
         # (handle, rows saved for backward, what its memory hangs on)
         self._workspaces: dict[tuple[Shape, int, torch.device], tuple[int, int, object]] = {}
         # Runs at exit too, before the interpreter ends. Waits for nobody.
@@ -138,6 +140,7 @@ class Group:
         if self.max_tokens is not None and largest <= self.max_tokens:
             return
         self.max_tokens = largest
+        self.found.clear()
         _destroy_all(self._workspaces)
         _groups.pop(self.key, None)
         self._generation += 1
@@ -146,6 +149,7 @@ class Group:
     def close(self) -> None:
         """Gives the memory back. Never waits for peers; at exit it happens by itself."""
         _groups.pop(self.key, None)
+        self.found.clear()
         self._closer()
 
     def memory_bytes(self) -> int:
@@ -156,7 +160,7 @@ class Group:
         )
 
     def synchronize(self) -> None:
-        """Waits for this rank's calls, and raises what went wrong in them. See :func:`synchronize`."""
+        """As :func:`synchronize`."""
         for handle, *_ in list(self._workspaces.values()):
             _library.synchronize_workspace(handle)
 
@@ -226,7 +230,7 @@ class Group:
                 if shape.dtype != torch.bfloat16:
                     raise TypeError(
                         f"w_down: dtype {shape.dtype}; on a GPU the layer computes in "
-                        "torch.bfloat16 (compute_dtype=torch.bfloat16 converts a MoELayer's weights)"
+                        "torch.bfloat16 (MoELayer's compute_dtype converts weights)"
                     )
                 return _library.symmetric_bytes(self._handle, request)
 

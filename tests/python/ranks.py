@@ -24,6 +24,10 @@ def _dump(value):
     return buffer.getvalue()
 
 
+def _load(data):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
 def _main(pipe, function, rank, ranks, store, arguments, settings):
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -68,7 +72,7 @@ def collect(started, timeout=60.0, may_die=()):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise RankFailed(f"rank {rank} was not done within {timeout} s")
             try:
-                outcome.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+                outcome.append(_load(pipe.recv_bytes()))
             except EOFError:
                 if rank not in may_die:
                     raise RankFailed(f"rank {rank} died, exit code {process.exitcode}") from None

@@ -26,7 +26,7 @@ def operands(p):
     group = mok.new_group()
     mok.moe(p.x, p.ids, p.topk_weights, *p.weights.each(), group=group)
     GROUPS.append(group)
-    ((handle, rows),) = group._workspaces.values()
+    ((handle, rows, _),) = group._workspaces.values()
     return [p.x, p.ids, p.topk_weights, *p.weights.each(), *(None,) * 7, handle, rows, 0]
 
 

@@ -1,0 +1,124 @@
+"""The layer called from Python: the GPU's time, and the host's, beside the program's (mok bench).
+
+    python3 bench/cuda/python_layer.py [--mok build/cuda/mok] qwen3-30b-a3b:8192 deepseek-v3:4096
+
+GPU: medians of forward and backward (bf16 gradients of everything), enqueued one after another.
+Host: medians of what a call of mok.moe and of backward takes until it returns, at few tokens.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
+import mok
+from mok.models import preset
+
+
+def tensors(name, tokens, sets):
+    p = preset(name)
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(shape, generator=g, device="cuda") * scale).bfloat16().requires_grad_()
+
+    weights = [
+        normal(p.experts, p.intermediate, p.hidden, scale=p.hidden**-0.5),
+        normal(p.experts, p.intermediate, p.hidden, scale=p.hidden**-0.5),
+        normal(p.experts, p.hidden, p.intermediate, scale=p.intermediate**-0.5),
+    ]
+    if p.shared_intermediate:
+        weights += [
+            normal(p.shared_intermediate, p.hidden, scale=p.hidden**-0.5),
+            normal(p.shared_intermediate, p.hidden, scale=p.hidden**-0.5),
+            normal(p.hidden, p.shared_intermediate, scale=p.shared_intermediate**-0.5),
+        ]
+    inputs = []
+    for _ in range(sets):
+        ids = torch.rand(tokens, p.experts, generator=g, device="cuda").topk(p.topk).indices
+        topk_weights = torch.rand(tokens, p.topk, generator=g, device="cuda").softmax(-1)
+        d_y = normal(tokens, p.hidden).detach()
+        inputs.append((normal(tokens, p.hidden), ids, topk_weights.requires_grad_(), d_y))
+    return weights, inputs
+
+
+def gpu_ms(name, tokens, repeat=20, warm_up=5):
+    weights, inputs = tensors(name, tokens, sets=2)
+    marks = []
+    for i in range(repeat + warm_up):
+        x, ids, topk_weights, d_y = inputs[i % 2]
+        marks.append([torch.cuda.Event(enable_timing=True) for _ in range(3)])
+        marks[-1][0].record()
+        y = mok.moe(x, ids, topk_weights, *weights)
+        marks[-1][1].record()
+        grads = torch.autograd.grad(y, [x, topk_weights, *weights], d_y)
+        marks[-1][2].record()
+        del y, grads
+    torch.cuda.synchronize()
+    forward, backward = (
+        statistics.median(m[i].elapsed_time(m[i + 1]) for m in marks[warm_up:]) for i in range(2)
+    )
+    return forward, backward
+
+
+def host_us(name, tokens=64, repeat=200):
+    """(forward without and with gradients, backward) until the call returns."""
+    weights, ((x, ids, topk_weights, d_y),) = tensors(name, tokens, sets=1)
+    leaves = [x, topk_weights, *weights]
+    times = [[], [], []]
+    for i in range(repeat):
+        if i % 10 == 0:
+            torch.cuda.synchronize()
+        with torch.no_grad():
+            begin = time.perf_counter()
+            mok.moe(x, ids, topk_weights, *weights)
+            times[0].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        y = mok.moe(x, ids, topk_weights, *weights)
+        middle = time.perf_counter()
+        torch.autograd.grad(y, leaves, d_y)
+        times[1].append(middle - begin)
+        times[2].append(time.perf_counter() - middle)
+    return [1e6 * statistics.median(t[20:]) for t in times]
+
+
+def program_ms(program, name, tokens):
+    command = [program, "bench", "--device", "cuda", "--model", name, "--tokens", str(tokens),
+               "--routing", "uniform", "--pass", "both", "--json"]  # fmt: skip
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    result = json.loads(out)
+    result = result["results"][0] if "results" in result else result
+    return result["time_ms"]["forward"], result["time_ms"]["backward"]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("problems", nargs="+", metavar="MODEL:TOKENS")
+    parser.add_argument("--mok", help="the program, for comparison")
+    options = parser.parse_args()
+    for problem in options.problems:
+        name, tokens = problem.split(":")
+        group = mok.init(max_tokens=int(tokens))
+        forward, backward = gpu_ms(name, int(tokens))
+        line = f"{name} T={tokens}: forward {forward:.3f} ms, backward {backward:.3f} ms"
+        if options.mok:
+            theirs = program_ms(options.mok, name, int(tokens))
+            line += f"; program {theirs[0]:.3f} and {theirs[1]:.3f} ms"
+            line += f", Python {(forward + backward) / sum(theirs) - 1:+.1%}"
+        bare, kept, back = host_us(name)
+        print(f"{line}; host {bare:.0f} us forward, {kept:.0f} with gradients, {back:.0f} backward",
+              flush=True)  # fmt: skip
+        group.close()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
