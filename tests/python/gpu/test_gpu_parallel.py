@@ -156,7 +156,7 @@ def late(rank, p, splits):
             got = run(own)
             mok.synchronize()
             break
-        except RuntimeError as e:
+        except (RuntimeError, ValueError) as e:
             messages.append(str(e))
     assert_same_bits(got, want)
     return messages

@@ -21,7 +21,7 @@ def gradients(layer, x, function=None):
     """[y, d_x, gradients of all parameters]."""
     layer.zero_grad()
     x = x.detach().clone().requires_grad_()
-    y = (function or layer)(x)
+    y = layer(x) if function is None else function(x)
     y.float().square().sum().backward()
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
 
