@@ -11,6 +11,7 @@ same bits.
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -39,15 +40,14 @@ def arguments(argv=None):
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the pictures")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu",
+        help="cuda: a larger model beside a plain one; for its options: --device cuda --help",
+    )  # fmt: skip
     parser.add_argument(
         "--precision", choices=["bf16", "fp32"], default="bf16", help="of the experts"
     )
     options = parser.parse_args(argv)
-    if options.device == "cuda":
-        parser.error(
-            "--device cuda: not yet, the PyTorch operators of this version run on CPU tensors"
-        )
     if not 1 <= options.ep <= 8 or EXPERTS % options.ep:
         parser.error(f"--ep: {options.ep} does not divide the {EXPERTS} experts")
     if options.steps < 1 or options.batch % options.ep:
@@ -469,6 +469,11 @@ def run_rank(rank, ranks, store, options):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if "--device=cuda" in argv or ("--device", "cuda") in itertools.pairwise(argv):
+        import train_lm_gpu
+
+        return train_lm_gpu.main(argv)
     options = arguments(argv)
     if "RANK" in os.environ:  # torchrun has started the ranks
         run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, options)

@@ -37,7 +37,7 @@ def test_F8_train_lm_over_two_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [(("--device", "cuda"), "--device cuda"), (("--ep", 3), "--ep"), (("--batch", 3), "--batch")],
+    [(("--device", "gpu"), "--device"), (("--ep", 3), "--ep"), (("--batch", 3), "--batch")],
 )
 def test_bad_options(arguments, name):
     result = demo(*arguments)

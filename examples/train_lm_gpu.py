@@ -1,0 +1,212 @@
+"""train_lm.py --device cuda: a byte-level language model with layers of Qwen3-30B-A3B's shape (H
+2048, 128 experts of I 768, top 8), trained twice from the same start on the same data: with
+mok.MoELayer, and with a layer of PyTorch's own parts (plain_moe.py: NCCL all-to-all and
+torch._grouped_mm). Prints both losses and the tokens per second of both.
+
+    python examples/train_lm.py --device cuda
+    torchrun --nproc-per-node 2 examples/train_lm.py --device cuda
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import time
+
+import mok
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from mok.models import preset
+from torch import nn
+
+HEADS, KV_HEADS, HEAD = 32, 4, 128
+SHAPE = preset("qwen3-30b-a3b")
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda"])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence (2048)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step and GPU (4)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+class MokExperts(nn.Module):
+    def __init__(self, device, dtype):
+        super().__init__()
+        self.layer = mok.MoELayer(
+            SHAPE.hidden, SHAPE.intermediate, SHAPE.experts, SHAPE.topk, router=None,
+            layout="stacked", device=device, dtype=dtype,
+        )  # fmt: skip
+        self.w_gate_up, self.w_down = self.layer.w_gate_up, self.layer.w_down
+
+    def forward(self, x, ids, weights):
+        return self.layer(x, topk_ids=ids, topk_weights=weights)
+
+
+def make_experts(kind, device, dtype):
+    if kind == "mok":
+        return MokExperts(device, dtype)
+    from plain_moe import PlainExperts
+
+    return PlainExperts(SHAPE.hidden, SHAPE.intermediate, SHAPE.experts, device, dtype)
+
+
+class Block(nn.Module):
+    """Attention, router and experts; all but the experts is the same code for both kinds."""
+
+    def __init__(self, kind, device, dtype):
+        super().__init__()
+        hidden = SHAPE.hidden
+        linear = lambda i, o: nn.Linear(i, o, bias=False, device=device, dtype=dtype)  # noqa: E731
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden, device=device, dtype=dtype) for _ in range(2))
+        self.qkv = linear(hidden, (HEADS + 2 * KV_HEADS) * HEAD)
+        self.out = linear(HEADS * HEAD, hidden)
+        self.router_weight = nn.Parameter(torch.empty(SHAPE.experts, hidden, device=device))
+        self.experts = make_experts(kind, device, dtype)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(batch, length, -1, HEAD).transpose(1, 2)
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
+        flat = self.norms[1](x).flatten(0, 1)
+        logits = F.linear(flat.float(), self.router_weight)
+        ids, weights, scores = mok.route(logits, SHAPE.topk, SHAPE.router)
+        y = self.experts(flat, ids, weights)
+        balance = mok.load_balancing_loss(scores, mok.expert_counts(ids, SHAPE.experts))
+        return x + y.view(x.shape), balance
+
+
+class Model(nn.Module):
+    def __init__(self, kind, options, device, dtype=torch.bfloat16):
+        super().__init__()
+        make = {"device": device, "dtype": dtype}
+        self.embedding = nn.Embedding(256, SHAPE.hidden, **make)
+        self.position = nn.Embedding(options.context, SHAPE.hidden, **make)
+        self.blocks = nn.ModuleList(Block(kind, **make) for _ in range(options.layers))
+        self.norm = nn.RMSNorm(SHAPE.hidden, **make)
+        self.head = nn.Linear(SHAPE.hidden, 256, bias=False, **make)
+        self.reset(options.seed, device)
+
+    @torch.no_grad()
+    def reset(self, seed, device):
+        """The same values for both kinds and for any number of GPUs."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        generator = torch.Generator(device)
+        dense = [p for p in self.parameters() if p.dim() == 2]
+        for i, p in enumerate(dense):
+            generator.manual_seed(1_000_003 * seed + i)
+            std = 0.05 if p is self.embedding.weight or p is self.position.weight else None
+            p.normal_(std=std or p.shape[1] ** -0.5, generator=generator)
+        for i, block in enumerate(self.blocks):
+            for j, stack in enumerate((block.experts.w_gate_up, block.experts.w_down)):
+                for e, matrix in enumerate(stack):
+                    expert = rank * len(stack) + e
+                    generator.manual_seed(((seed * 2 + j) * 1000 + i) * 10_000 + expert + 12345)
+                    matrix.normal_(std=matrix.shape[1] ** -0.5, generator=generator)
+
+    def expert_parameters(self):
+        return [w for b in self.blocks for w in (b.experts.w_gate_up, b.experts.w_down)]
+
+    def forward(self, tokens):
+        """tokens [B, context + 1] -> (cross-entropy, balancing loss)."""
+        x = self.embedding(tokens[:, :-1]) + self.position.weight
+        balance = 0.0
+        for block in self.blocks:
+            x, one = block(x)
+            balance = balance + one
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), balance
+
+
+def average(parameters, ranks):
+    """Sums the replicated parameters' gradients over the ranks, one message for each dtype."""
+    if ranks == 1:
+        return
+    for dtype in {p.dtype for p in parameters}:
+        grads = [p.grad for p in parameters if p.dtype == dtype]
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat)
+        for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            g.copy_(part.view_as(g))
+
+
+def train(kind, options, text, device, ranks, rank):
+    """(losses, seconds of each step, peak GiB)."""
+    model = Model(kind, options, device)
+    experts = {id(p) for p in model.expert_parameters()}
+    replicated = [p for p in model.parameters() if id(p) not in experts]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
+    generator = torch.Generator().manual_seed(options.seed + 1)
+    torch.cuda.reset_peak_memory_stats(device)
+    losses, seconds = [], []
+    for step in range(options.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-4 * min(1.0, (step + 1) / 10)
+        starts = torch.randint(len(text) - options.context - 1, (ranks * options.batch,),
+                               generator=generator)  # fmt: skip
+        own = starts[rank * options.batch : (rank + 1) * options.batch]
+        batch = text[own[:, None] + torch.arange(options.context + 1)].to(device).long()
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        loss, balance = model(batch)
+        # Experts' gradients are sums over all ranks' tokens, so each rank's loss is its share.
+        ((loss + 0.01 * balance) / ranks).backward()
+        average(replicated, ranks)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+        mean = loss.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(mean)
+        losses.append(mean.item() / ranks)
+    return losses, seconds, torch.cuda.max_memory_allocated(device) / 2**30
+
+
+def main(argv):
+    from train_lm import read_text
+
+    options = arguments(argv)
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    if ranks > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    mok.init(max_tokens=options.batch * options.context)
+    text = torch.frombuffer(bytearray(read_text()[0]), dtype=torch.uint8)
+    tokens = ranks * options.batch * options.context
+    results = {}
+    for kind in ("plain", "mok"):
+        losses, seconds, memory = train(kind, options, text, device, ranks, rank)
+        gc.collect()
+        torch.cuda.empty_cache()
+        warm = seconds[len(seconds) // 4 :]  # without compiling and first calls
+        speed = tokens / statistics.median(warm)
+        memory += mok.default_group().memory_bytes() / 2**30 if kind == "mok" else 0
+        results[kind] = losses, speed
+        if rank == 0:
+            print(f"{kind}: {speed:,.0f} tokens/s ({1e3 * statistics.median(warm):.1f} ms a step), "
+                  f"{memory:.1f} GiB on a GPU", flush=True)  # fmt: skip
+    if rank == 0:
+        (plain, slow), (ours, fast) = results["plain"], results["mok"]
+        for step in sorted({0, *range(4, options.steps, 5), options.steps - 1}):
+            print(f"step {step + 1:4d}: loss {plain[step]:.4f} plain, {ours[step]:.4f} mok")
+        apart = [abs(a - b) / b for a, b in zip(ours, plain, strict=True)]
+        print(
+            f"{ranks} GPU(s), {options.layers} layers, {tokens} tokens a step: losses differ by "
+            f"{100 * statistics.mean(apart):.2f}% in the mean, {100 * max(apart):.2f}% at most; "
+            f"mok trains {fast / slow:.2f} times as fast",
+            flush=True,
+        )
+    if ranks > 1:
+        dist.destroy_process_group()
+    return 0
