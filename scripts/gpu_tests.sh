@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # gpu_tests.sh [PROGRAM...]: on a machine with a GPU, every test with the label gpu, each in a
 # process of its own (an error that spoils the CUDA context spoils one test), then
-# compute-sanitizer's memcheck and racecheck on small cases. The last line counts.
+# compute-sanitizer's memcheck and racecheck on small cases, then PyTorch's tests (tests/python/gpu;
+# with two GPUs also those of two processes). The last line counts.
 #   PROGRAM        test programs that are built already; else the preset cuda is built
+#   PYTHON=...     a Python with PyTorch for CUDA, pytest and pytest-timeout (default python3);
+#                  empty: no tests of PyTorch
 #   FILTER=...     GoogleTest filter of the tests to run; SANITIZE=0 leaves compute-sanitizer out
 #   JOBS=N         tests at a time (default 1: some measure how long they wait)
 #   TIMEOUT=N      seconds a test may take (default 120)
@@ -11,11 +14,16 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 filter=${FILTER:-*}
 limit=${TIMEOUT:-120}
+python=${PYTHON-python3}
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
 if [[ $# -eq 0 ]]; then
-  scripts/build.sh cuda -DMOK_CLI=OFF -DMOK_TORCH=OFF || exit 1
+  options=(-DMOK_CLI=OFF)
+  if [[ -n $python ]]; then
+    options+=(-DMOK_TORCH=ON "-DMOK_PYTHON=$(command -v "$python")")
+  fi
+  scripts/build.sh cuda "${options[@]}" || exit 1
   set -- build/cuda/tests/test_gpu_*
 fi
 
@@ -65,6 +73,23 @@ if [[ ${SANITIZE:-1} != 0 ]]; then
       fi
     done <"$logs/small"
   done | tee -a "$logs/results"
+fi
+
+run_python() { # FILE: one line like run_one's
+  local begin=$SECONDS result=ok rc=0 log
+  log="$logs/$(basename "$1")"
+  timeout -k 10 $((5 * limit)) "$python" -m pytest -q -p no:cacheprovider "$1" >"$log" 2>&1 || rc=$?
+  if [[ $rc -ne 0 ]]; then
+    result=FAILED
+  elif ! tail -n 1 "$log" | grep -q passed; then
+    result=skipped
+  fi
+  printf '%-8s %3d s  %s: %s\n' "$result" $((SECONDS - begin)) "$1" "$(tail -n 1 "$log")"
+  [[ $result != FAILED ]] || tail -n 60 "$log" | sed 's/^/  | /'
+}
+
+if [[ -n $python ]]; then
+  for file in tests/python/gpu/test_*.py; do run_python "$file"; done | tee -a "$logs/results"
 fi
 
 count() { grep -c "^$1 " "$logs/results"; }

@@ -50,25 +50,25 @@ std::string device_text(const Sizes& s) {
 
 void check(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type,
            const Sizes& s) {
-  const std::string argument = name;
   if (!on_device(t, s)) {
     const std::string own = t.is_cpu()    ? "cpu"
                             : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index())
                                           : "another device";
     refuse(ErrorCode::bad_argument,
-           argument + ": on " + own + ", the workspace is on " + device_text(s));
+           std::string(name) + ": on " + own + ", the workspace is on " + device_text(s));
   }
   if (t.scalar_type() != type) {
-    refuse(ErrorCode::bad_type,
-           argument + ": dtype " + type_text(t.scalar_type()) + ", expected " + type_text(type));
+    refuse(ErrorCode::bad_type, std::string(name) + ": dtype " + type_text(t.scalar_type()) +
+                                    ", expected " + type_text(type));
   }
   const auto have = t.sizes();
   bool same = have.size() == sizes.size();
   for (size_t i = 0; same && i < sizes.size(); ++i) same = have[i] == sizes.begin()[i];
   if (!same) {
     refuse(ErrorCode::bad_argument,
-           argument + ": shape " + shape_text(have.data(), static_cast<int64_t>(have.size())) +
-               ", expected " + shape_text(sizes.begin(), static_cast<int64_t>(sizes.size())));
+           std::string(name) + ": shape " +
+               shape_text(have.data(), static_cast<int64_t>(have.size())) + ", expected " +
+               shape_text(sizes.begin(), static_cast<int64_t>(sizes.size())));
   }
 }
 

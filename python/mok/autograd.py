@@ -106,6 +106,10 @@ class _MoE(torch.autograd.Function):
         return (None, None, None, None, d_x, None, *others)
 
 
+# Function.apply without its care for functorch, which costs as much as all the rest.
+_apply = super(torch.autograd.Function, _MoE).apply
+
+
 # ---- checks: the exception that fits, or None ------------------------------------------------
 
 
@@ -321,7 +325,7 @@ def moe(
     # What was found once needs no checks in Python but of devices, by which the operator is chosen:
     # its own checks have better speed, if not better words.
     key = found = None
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         key = (
             w_down.shape, topk, None if no_shared else w_shared_down.shape,
             shared_gate_vector is None, swiglu_limit, dtype, capacity, device,
@@ -351,7 +355,7 @@ def moe(
         )[0]
     try:
         if differentiable:
-            return _MoE.apply(
+            return _apply(
                 workspace, saved_rows, LAYOUTS[layout], main_grads, x, topk_ids, topk_weights,
                 *weights,
             )  # fmt: skip

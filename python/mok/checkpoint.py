@@ -1,8 +1,8 @@
 """Activation checkpointing: what of a layer is kept.
 
-Plain ``torch.utils.checkpoint`` works: routing and layer are computed again in backward, and a hash
-of the forward's routing is compared; ValueError if it came out differently. With the policy below
-the choice of experts is kept, so that it cannot.
+Plain ``torch.utils.checkpoint`` works: routing and layer are computed again in backward, and on the
+CPU a hash of the forward's routing is compared; ValueError if it came out differently. With the
+policy below the choice of experts is kept, so that it cannot.
 """
 
 import functools

@@ -53,7 +53,7 @@ class MoKConfig:
     Attributes:
         fwd_num_comm_sms, bwd_num_comm_sms: SMs that communicate, on a GPU.
         minibatch_size, macrobatch_size: rows between two interleavings of the products, and rows in
-            flight, on a GPU. The CPU executor chooses all four for itself.
+            flight, on a GPU. The executors choose all four for themselves.
         schedule_capacity_multiplier: forward keeps the inner activations of that share of all
             R * T_max * K slots for backward; rows beyond are computed again. No routing exceeds it.
         all_gather_top_experts_chunk_bytes: accepted, without effect.

@@ -54,16 +54,20 @@ namespace {
 
 constexpr int kAlignment = 16;  // bytes, of every row: tensor maps and vector accesses need it
 
+// Texts are made only for what is wrong: this runs at every call.
 class Checker {
  public:
-  explicit Checker(const Limits& limits)
-      : limits_(limits), where_(" (rank " + std::to_string(limits.rank) + ")") {}
+  explicit Checker(const Limits& limits) : limits_(limits) {}
 
-  void that(bool holds, const std::string& text) const { require(holds, text + where_); }
+  template <class Text>
+  void that(bool holds, Text&& text) const {
+    if (!holds) require(false, text() + " (rank " + std::to_string(limits_.rank) + ")");
+  }
   void pointer(const char* name, const void* p, int64_t alignment = kAlignment) const {
-    that(p != nullptr, std::string(name) + " is null");
-    that(reinterpret_cast<uintptr_t>(p) % alignment == 0,
-         std::string(name) + " must be aligned to " + std::to_string(alignment) + " bytes");
+    that(p != nullptr, [&] { return std::string(name) + " is null"; });
+    that(reinterpret_cast<uintptr_t>(p) % alignment == 0, [&] {
+      return std::string(name) + " must be aligned to " + std::to_string(alignment) + " bytes";
+    });
   }
   // A tensor that may be null.
   void optional(const char* name, const void* p) const {
@@ -71,38 +75,39 @@ class Checker {
   }
   // `element`: bytes.
   template <class Void>
-  void matrix(const std::string& name, const BasicMatrix<Void>& m, int64_t columns,
+  void matrix(const char* name, const BasicMatrix<Void>& m, int64_t columns,
               int element = 2) const {
     rows(name, m.data, m.row_stride, columns, element);
   }
   template <class Void>
-  void stack(const std::string& name, const BasicStack<Void>& s, int64_t rows_of_one,
-             int64_t columns, int element = 2) const {
+  void stack(const char* name, const BasicStack<Void>& s, int64_t rows_of_one, int64_t columns,
+             int element = 2) const {
     rows(name, s.data, s.row_stride, columns, element);
     if (limits_.shape.experts == limits_.ranks) return;  // one expert: never used
-    stride(name + ".expert_stride", s.expert_stride, (rows_of_one - 1) * s.row_stride + columns,
+    stride(name, ".expert_stride", s.expert_stride, (rows_of_one - 1) * s.row_stride + columns,
            element);
   }
 
  private:
-  void rows(const std::string& name, const void* data, int64_t row_stride, int64_t columns,
+  void rows(const char* name, const void* data, int64_t row_stride, int64_t columns,
             int element) const {
-    that(data != nullptr, name + " is null");
+    that(data != nullptr, [&] { return std::string(name) + " is null"; });
     that(reinterpret_cast<uintptr_t>(data) % kAlignment == 0,
-         name + " must have rows aligned to 16 bytes");
-    stride(name + ".row_stride", row_stride, columns, element);
+         [&] { return std::string(name) + " must have rows aligned to 16 bytes"; });
+    stride(name, ".row_stride", row_stride, columns, element);
   }
-  void stride(const std::string& name, int64_t value, int64_t least, int element) const {
-    that(value >= least, name + " is " + std::to_string(value) + ", but " + std::to_string(least) +
-                             " elements are needed");
+  void stride(const char* name, const char* which, int64_t value, int64_t least,
+              int element) const {
+    const auto is = [&] { return std::string(name) + which + " is " + std::to_string(value); };
+    that(value >= least,
+         [&] { return is() + ", but " + std::to_string(least) + " elements are needed"; });
     that(value * element % kAlignment == 0,
-         name + " is " + std::to_string(value) + ": rows must be aligned to 16 bytes");
+         [&] { return is() + ": rows must be aligned to 16 bytes"; });
     that(value * element < int64_t{1} << 40,
-         name + " is " + std::to_string(value) + ", more than tensor maps allow");
+         [&] { return is() + ", more than tensor maps allow"; });
   }
 
   const Limits& limits_;
-  const std::string where_;
 };
 
 // What both directions read.
@@ -110,9 +115,10 @@ template <class Args>
 void check_inputs(const Limits& l, const Args& a) {
   const Checker check(l);
   const LayerShape& s = l.shape;
-  check.that(
-      a.tokens >= 0 && a.tokens <= l.max_tokens,
-      "tokens must be 0.." + std::to_string(l.max_tokens) + ", not " + std::to_string(a.tokens));
+  check.that(a.tokens >= 0 && a.tokens <= l.max_tokens, [&] {
+    return "tokens must be 0.." + std::to_string(l.max_tokens) + ", not " +
+           std::to_string(a.tokens);
+  });
   if (a.id_type != IdType::int32 && a.id_type != IdType::int64) {
     throw Error(ErrorCode::bad_type,
                 "topk_ids is neither int32 nor int64 (rank " + std::to_string(l.rank) + ")");
@@ -134,7 +140,7 @@ void check_inputs(const Limits& l, const Args& a) {
   if (s.shared_gate) check.pointer("shared_gate_vector", w.shared_gate_vector);
   const auto pair = [&](const char* names, const void* one, const void* other) {
     check.that((one == nullptr) == (other == nullptr),
-               std::string(names) + ": one is null, the other is not");
+               [&] { return std::string(names) + ": one is null, the other is not"; });
   };
   pair("saved.gate, saved.up", a.saved.gate, a.saved.up);
   pair("saved.shared_gate, saved.shared_up", a.saved.shared_gate, a.saved.shared_up);
@@ -193,10 +199,11 @@ void check_backward(const Limits& l, const BackwardArgs& a) {
   }
   // Whether the target is to be looked at.
   const auto is_wanted = [&](const char* name, GradMode mode, bool exists) {
-    check.that(mode >= GradMode::none && mode <= GradMode::accumulate,
-               std::string(name) + ".mode is " + std::to_string(static_cast<int>(mode)));
+    check.that(mode >= GradMode::none && mode <= GradMode::accumulate, [&] {
+      return std::string(name) + ".mode is " + std::to_string(static_cast<int>(mode));
+    });
     check.that(exists || mode == GradMode::none,
-               std::string(name) + " is wanted, but the layer has no such weight");
+               [&] { return std::string(name) + " is wanted, but the layer has no such weight"; });
     return mode != GradMode::none;
   };
   const auto element = [](GradMode mode) { return mode == GradMode::storage ? 2 : 4; };
