@@ -2,7 +2,8 @@
 
     python3 bench/cuda/python_layer.py [--mok build/cuda/mok] qwen3-30b-a3b:8192 deepseek-v3:4096
 
-GPU: medians of forward and backward (bf16 gradients of everything), enqueued one after another.
+GPU: medians of forward and backward (bf16 gradients of everything), enqueued one after another,
+taken before and after the program's; the middle of both counts.
 Host: medians of what a call of mok.moe and of backward takes until it returns, at few tokens.
 """
 
@@ -107,12 +108,14 @@ def main():
     for problem in options.problems:
         name, tokens = problem.split(":")
         group = mok.init(max_tokens=int(tokens))
-        forward, backward = gpu_ms(name, int(tokens))
-        line = f"{name} T={tokens}: forward {forward:.3f} ms, backward {backward:.3f} ms"
-        if options.mok:
-            theirs = program_ms(options.mok, name, int(tokens))
+        before = gpu_ms(name, int(tokens))
+        theirs = program_ms(options.mok, name, int(tokens)) if options.mok else None
+        after = gpu_ms(name, int(tokens))
+        line = f"{name} T={tokens}: forward {before[0]:.3f} and {after[0]:.3f} ms"
+        line += f", backward {before[1]:.3f} and {after[1]:.3f} ms"
+        if theirs:
             line += f"; program {theirs[0]:.3f} and {theirs[1]:.3f} ms"
-            line += f", Python {(forward + backward) / sum(theirs) - 1:+.1%}"
+            line += f", Python {(sum(before) + sum(after)) / 2 / sum(theirs) - 1:+.1%}"
         bare, kept, back = host_us(name)
         print(f"{line}; host {bare:.0f} us forward, {kept:.0f} with gradients, {back:.0f} backward",
               flush=True)  # fmt: skip
