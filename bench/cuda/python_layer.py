@@ -3,7 +3,8 @@
     python3 bench/cuda/python_layer.py [--mok build/cuda/mok] qwen3-30b-a3b:8192 deepseek-v3:4096
 
 GPU: medians of forward and backward (bf16 gradients of everything), enqueued one after another,
-taken before and after the program's; the middle of both counts.
+taken before and after the program's; the middle of both counts. Calls are many, because a card that
+was idle runs faster at first.
 Host: medians of what a call of mok.moe and of backward takes until it returns, at few tokens.
 """
 
@@ -49,10 +50,13 @@ def tensors(name, tokens, sets):
     return weights, inputs
 
 
-def gpu_ms(name, tokens, repeat=20, warm_up=5):
+REPEAT, WARM_UP = 200, 50
+
+
+def gpu_ms(name, tokens):
     weights, inputs = tensors(name, tokens, sets=2)
     marks = []
-    for i in range(repeat + warm_up):
+    for i in range(REPEAT + WARM_UP):
         x, ids, topk_weights, d_y = inputs[i % 2]
         marks.append([torch.cuda.Event(enable_timing=True) for _ in range(3)])
         marks[-1][0].record()
@@ -63,7 +67,7 @@ def gpu_ms(name, tokens, repeat=20, warm_up=5):
         del y, grads
     torch.cuda.synchronize()
     forward, backward = (
-        statistics.median(m[i].elapsed_time(m[i + 1]) for m in marks[warm_up:]) for i in range(2)
+        statistics.median(m[i].elapsed_time(m[i + 1]) for m in marks[WARM_UP:]) for i in range(2)
     )
     return forward, backward
 
@@ -91,7 +95,8 @@ def host_us(name, tokens=64, repeat=200):
 
 def program_ms(program, name, tokens):
     command = [program, "bench", "--device", "cuda", "--model", name, "--tokens", str(tokens),
-               "--routing", "uniform", "--pass", "both", "--json"]  # fmt: skip
+               "--routing", "uniform", "--pass", "both", "--repeat", str(REPEAT),
+               "--warm-up", str(WARM_UP), "--json"]  # fmt: skip
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     result = json.loads(out)
     result = result["results"][0] if "results" in result else result
