@@ -53,6 +53,8 @@ class Weights:
         if gate.dtype not in DTYPES:
             raise ValueError(f"{_NAMES[3]}: dtype {gate.dtype}, expected torch.bfloat16")
         hidden, device = workspace.hidden_size, workspace.device
+        if device.type == "cuda" and gate.dtype != torch.bfloat16:
+            raise ValueError(f"{_NAMES[3]}: dtype {gate.dtype}, expected torch.bfloat16 (on a GPU)")
         self.dtype = gate.dtype
         self.experts, self.inner, _ = gate.shape
         given = [weight is not None for weight in shared]

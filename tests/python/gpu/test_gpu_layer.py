@@ -248,4 +248,7 @@ def test_functional_gives_the_bits_of_moe():
             assert same_bits(got, other)
     with pytest.raises(ValueError, match="x: on cpu, the workspace is on cuda:0"):
         F.forward(config, workspace, schedule, p.x.cpu(), *arguments[1:])
+    with pytest.raises(ValueError, match=r"routed_gate_weights: dtype torch\.float32, expected"):
+        F.forward(config, workspace, schedule, p.x, p.topk_weights, None, None, None,
+                  *(t.float() for t in w[:3]))  # fmt: skip
     F.clear_workspace_cache()
