@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "handles.h"
 #include "tensors.h"
@@ -114,7 +115,8 @@ constexpr const char* kForwardSchema =
     // Not read: the autograd formula carries them to backward_accumulate.
     "Tensor? main_gate, Tensor? main_up, Tensor? main_down, Tensor? main_shared_gate, "
     "Tensor? main_shared_up, Tensor? main_shared_down, Tensor? main_shared_gate_vector, "
-    "int workspace, int saved_rows, int layout) -> (Tensor y, Tensor routing_hash, "
+    "int workspace, int saved_rows, int layout, Tensor[] quantized) -> (Tensor y, "
+    "Tensor routing_hash, "
     "Tensor saved_gate, Tensor saved_up, Tensor saved_shared_gate, Tensor saved_shared_up, "
     "Tensor saved_shared_out)";
 
@@ -123,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
     OptionalTensor gate_vector, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
     OptionalTensor, OptionalTensor, OptionalTensor, int64_t workspace, int64_t saved_rows,
-    int64_t layout) {
+    int64_t layout, std::vector<Tensor> quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     const Weights weights{gate, up, down, shared_gate, shared_up, shared_down, gate_vector};
@@ -137,6 +139,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     args.id_type = id_type(topk_ids);
     args.topk_weights = views.contiguous(topk_weights);
     args.weights = views.weights(weights, layout, s);
+    args.weights.quantized = views.quantized_forward(quantized, s);
 
     const int64_t kept = saved_rows > 0 ? args.tokens : 0;
     Tensor y = empty(x, {args.tokens, s.hidden}, s.type);
@@ -183,7 +186,8 @@ std::string backward_schema(const std::string& name, const std::string& more_arg
          "Tensor? w_up, Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, "
          "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor routing_hash, "
          "Tensor saved_gate, Tensor saved_up, Tensor saved_shared_gate, Tensor saved_shared_up, "
-         "Tensor saved_shared_out, int workspace, int layout, int needs" +
+         "Tensor saved_shared_out, int workspace, int layout, int needs, "
+         "Tensor[] quantized" +
          more_arguments +
          ") -> (Tensor d_x, Tensor d_topk_weights, Tensor d_gate, Tensor d_up, Tensor d_down, "
          "Tensor d_shared_gate, Tensor d_shared_up, Tensor d_shared_down, "
@@ -251,7 +255,7 @@ struct WeightGradients {
 Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tensor& x,
                         const Tensor& topk_ids, const Tensor& topk_weights, const Weights& weights,
                         const Tensor& hash, const SavedTensors& saved, int64_t workspace,
-                        int64_t layout, int64_t needs) {
+                        int64_t layout, int64_t needs, const std::vector<Tensor>& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     Arguments views;
@@ -266,6 +270,7 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     args.id_type = id_type(topk_ids);
     args.topk_weights = views.contiguous(topk_weights);
     args.weights = views.weights(weights, layout, s);
+    args.weights.quantized = views.quantized_backward(quantized, s);
     if (hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk) !=
         *static_cast<const int64_t*>(hash.const_data_ptr())) {
       refuse(ErrorCode::bad_routing,
@@ -323,12 +328,13 @@ Gradients backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, T
                    OptionalTensor shared_up, OptionalTensor shared_down, OptionalTensor gate_vector,
                    Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
                    Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out,
-                   int64_t workspace, int64_t layout, int64_t needs) {
+                   int64_t workspace, int64_t layout, int64_t needs,
+                   std::vector<Tensor> quantized) {
   return differentiate({}, d_y, x, topk_ids, topk_weights,
                        {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
                        routing_hash,
                        {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out},
-                       workspace, layout, needs);
+                       workspace, layout, needs, quantized);
 }
 
 Gradients backward_accumulate(
@@ -336,7 +342,7 @@ Gradients backward_accumulate(
     Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
     OptionalTensor gate_vector, Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
     Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out, int64_t workspace,
-    int64_t layout, int64_t needs, OptionalTensor main_gate, OptionalTensor main_up,
+    int64_t layout, int64_t needs, std::vector<Tensor> quantized, OptionalTensor main_gate, OptionalTensor main_up,
     OptionalTensor main_down, OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
     OptionalTensor main_shared_down, OptionalTensor main_gate_vector) {
   return differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
@@ -345,7 +351,7 @@ Gradients backward_accumulate(
                        {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
                        routing_hash,
                        {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out},
-                       workspace, layout, needs);
+                       workspace, layout, needs, quantized);
 }
 
 }  // namespace

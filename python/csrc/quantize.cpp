@@ -1,25 +1,17 @@
-// mok::mxfp8_quantize and mok::mxfp8_dequantize on CPU tensors; the arithmetic is that of
-// src/numerics/mxfp8.h.
+// mok::mxfp8_quantize and mxfp8_dequantize, fp8_quantize and fp8_dequantize on CPU tensors; the
+// arithmetic is that of mok/quantize.h.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
-#include <array>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 
-#include "numerics/mxfp8.h"
+#include "cpu/quantize.h"
 #include "tensors.h"
 
 namespace mok::torch_ops {
 namespace {
 
-using numerics::bf16;
-using numerics::e4m3;
-using numerics::e8m0;
-using numerics::kMxBlock;
-using numerics::kMxTile;
 using numerics::mx_tiles;
 
 // Becomes ValueError.
@@ -41,9 +33,6 @@ struct Matrices {
     rows = t.size(-2);
     columns = t.size(-1);
   }
-
-  int64_t tile_rows() const { return mx_tiles(rows); }
-  int64_t tile_columns() const { return mx_tiles(columns); }
 };
 
 Tensor empty_matrices(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) {
@@ -51,16 +40,17 @@ Tensor empty_matrices(const Tensor& like, int64_t rows, int64_t columns, ScalarT
   return empty(like, {rows, columns}, type);
 }
 
-Tensor zero_scales(const Tensor& like, const Matrices& m, bool transposed) {
-  const int64_t tile_rows = transposed ? m.tile_columns() : m.tile_rows();
-  const int64_t tile_columns = transposed ? m.tile_rows() : m.tile_columns();
-  Tensor scales = empty(like, {m.count * tile_rows, tile_columns, kMxBlock, 16}, ScalarType::Byte);
-  std::memset(data(scales), numerics::kMxZeroScale, static_cast<size_t>(scales.numel()));
-  return scales;
+Tensor empty_scales(Precision precision, const Tensor& like, int64_t count, int64_t rows,
+                    int64_t columns) {
+  const int64_t tile_rows = count * mx_tiles(rows), tiles = mx_tiles(columns);
+  if (precision == Precision::fp8) return empty(like, {tile_rows, tiles}, ScalarType::Byte);
+  return empty(like, {tile_rows, tiles, 32, 16}, ScalarType::Byte);
 }
 
 // Both quantised precisions, as mok/quantize.h.
-std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor> quantize(
+using Quantized = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+
+Quantized quantize(
     Precision precision, const Tensor& x_bf16, bool return_normal, bool return_transposed) {
   const Matrices m("x_bf16", x_bf16, ScalarType::BFloat16);
   Arguments views;
@@ -92,8 +82,11 @@ std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor> quant
 
 Tensor dequantize(Precision precision, const Tensor& x_fp8, const Tensor& x_sc) {
   const Matrices m("x_fp8", x_fp8, ScalarType::Float8_e4m3fn);
-  require(x_sc.is_cpu() && x_sc.scalar_type() == ScalarType::Byte, "x_sc: not a CPU uint8 tensor");
-  check_scales("x_sc", precision, x_sc, m.count, m.rows, m.columns);
+  try {
+    check_scales("x_sc", precision, x_sc, m.count, m.rows, m.columns);
+  } catch (const Error& e) {
+    require(false, e.what());
+  }
   const Tensor x = torch::stable::contiguous(x_fp8), s = torch::stable::contiguous(x_sc);
   Tensor y = empty_matrices(x, m.rows, m.columns, ScalarType::BFloat16);
   const auto* in = static_cast<const std::byte*>(const_data(x));
@@ -107,18 +100,39 @@ Tensor dequantize(Precision precision, const Tensor& x_fp8, const Tensor& x_sc) 
   return y;
 }
 
+Quantized mxfp8_quantize(Tensor x_bf16, bool return_normal, bool return_transposed) {
+  return quantize(Precision::mxfp8, x_bf16, return_normal, return_transposed);
+}
+Quantized fp8_quantize(Tensor x_bf16, bool return_normal, bool return_transposed) {
+  return quantize(Precision::fp8, x_bf16, return_normal, return_transposed);
+}
+Tensor mxfp8_dequantize(Tensor x_fp8, Tensor x_sc) {
+  return dequantize(Precision::mxfp8, x_fp8, x_sc);
+}
+Tensor fp8_dequantize(Tensor x_fp8, Tensor x_sc) {
+  return dequantize(Precision::fp8, x_fp8, x_sc);
+}
+
+std::string quantize_schema(const std::string& name) {
+  return name +
+         "(Tensor x_bf16, bool return_normal, bool return_transposed) -> "
+         "(Tensor? x_fp8, Tensor? x_sc, Tensor? x_fp8_t, Tensor? x_sc_t)";
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(mok, m) {
-  m.def(
-      "mxfp8_quantize(Tensor x_bf16, bool return_normal, bool return_transposed) -> "
-      "(Tensor? x_fp8, Tensor? x_sc, Tensor? x_fp8_t, Tensor? x_sc_t)");
+  m.def(quantize_schema("mxfp8_quantize").c_str());
+  m.def(quantize_schema("fp8_quantize").c_str());
   m.def("mxfp8_dequantize(Tensor x_fp8, Tensor x_sc) -> Tensor");
+  m.def("fp8_dequantize(Tensor x_fp8, Tensor x_sc) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) {
   m.impl("mxfp8_quantize", TORCH_BOX(&mxfp8_quantize));
+  m.impl("fp8_quantize", TORCH_BOX(&fp8_quantize));
   m.impl("mxfp8_dequantize", TORCH_BOX(&mxfp8_dequantize));
+  m.impl("fp8_dequantize", TORCH_BOX(&fp8_dequantize));
 }
 
 }  // namespace mok::torch_ops

@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include "numerics/mxfp8.h"
+
 namespace mok::torch_ops {
 namespace {
 
@@ -32,9 +34,9 @@ Sizes::Sizes(const WorkspaceEntry& entry)
       shared(entry.shape.shared_intermediate),
       shared_gate(entry.shape.shared_gate),
       precision(entry.precision),
-      type(precision == Precision::bf16   ? ScalarType::BFloat16
-           : precision == Precision::fp32 ? ScalarType::Float
-                                          : ScalarType::Double),
+      type(storage_type(precision) == Precision::bf16 ? ScalarType::BFloat16
+           : precision == Precision::fp32             ? ScalarType::Float
+                                                      : ScalarType::Double),
       sum_type(precision == Precision::fp64 ? ScalarType::Double : ScalarType::Float) {}
 
 void check(const std::string& name, const Tensor& t, std::initializer_list<int64_t> sizes,
@@ -52,6 +54,13 @@ void check(const std::string& name, const Tensor& t, std::initializer_list<int64
            name + ": shape " + shape_text(have.data(), static_cast<int64_t>(have.size())) +
                ", expected " + shape_text(sizes.begin(), static_cast<int64_t>(sizes.size())));
   }
+}
+
+void check_scales(const std::string& name, Precision precision, const Tensor& t, int64_t count,
+                  int64_t rows, int64_t columns) {
+  const int64_t tile_rows = count * numerics::mx_tiles(rows), tiles = numerics::mx_tiles(columns);
+  if (precision == Precision::fp8) return check(name, t, {tile_rows, tiles}, ScalarType::Byte);
+  check(name, t, {tile_rows, tiles, 32, 16}, ScalarType::Byte);
 }
 
 int64_t check_tokens(const Tensor& x, const Tensor& ids, const Tensor& weights, const Sizes& s) {
@@ -110,13 +119,15 @@ const void* Arguments::contiguous(const Tensor& t) {
 
 LayerWeights Arguments::weights(const Weights& w, int64_t layout, const Sizes& s) {
   LayerWeights v;
-  v.gate = stack(*w[w_gate]);
-  if (layout == split) {
-    v.up = stack(*w[w_up]);
-  } else {
-    take_apart(v.gate, layout, s, element_size(s.precision), v.gate, v.up);
+  if (!is_quantized(s.precision)) {
+    v.gate = stack(*w[w_gate]);
+    if (layout == split) {
+      v.up = stack(*w[w_up]);
+    } else {
+      take_apart(v.gate, layout, s, element_size(s.precision), v.gate, v.up);
+    }
+    v.down = stack(*w[w_down]);
   }
-  v.down = stack(*w[w_down]);
   if (s.shared > 0) {
     v.shared_gate_proj = matrix(*w[w_shared_gate]);
     v.shared_up_proj = matrix(*w[w_shared_up]);
@@ -124,6 +135,50 @@ LayerWeights Arguments::weights(const Weights& w, int64_t layout, const Sizes& s
   }
   if (s.shared_gate) v.shared_gate_vector = contiguous(*w[shared_gate_vector]);
   return v;
+}
+
+ConstStack Arguments::matrices(const Tensor& t) {
+  if (t.dim() == 3) return stack(t);
+  const ConstMatrix m = matrix(t);
+  return {m.data, t.size(0) * m.row_stride, m.row_stride};
+}
+
+QuantizedStack Arguments::quantized(const char* name, const std::vector<Tensor>& q, size_t i,
+                                    const Sizes& s, int64_t rows, int64_t columns) {
+  const std::string full = std::string("quantized.") + name;
+  check(full, q[i], {s.local_experts, rows, columns}, ScalarType::Float8_e4m3fn);
+  check_scales(full + " scales", s.precision, q[i + 1], s.local_experts, rows, columns);
+  return {contiguous(q[i]), static_cast<const uint8_t*>(contiguous(q[i + 1]))};
+}
+
+QuantizedWeights Arguments::quantized_forward(const std::vector<Tensor>& q, const Sizes& s) {
+  const int64_t h = s.hidden, i = s.intermediate;
+  const bool wanted = is_quantized(s.precision);
+  if (wanted ? q.size() != 6 && q.size() != 12 : !q.empty()) {
+    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
+  }
+  QuantizedWeights out;
+  if (!wanted) return out;
+  out.gate = quantized("gate", q, 0, s, i, h);
+  out.up = quantized("up", q, 2, s, i, h);
+  out.down = quantized("down", q, 4, s, h, i);
+  return out;
+}
+
+QuantizedWeights Arguments::quantized_backward(const std::vector<Tensor>& q, const Sizes& s) {
+  const int64_t h = s.hidden, i = s.intermediate;
+  const bool wanted = is_quantized(s.precision);
+  if (q.size() != (wanted ? 10 : 0)) {
+    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
+  }
+  QuantizedWeights out;
+  if (!wanted) return out;
+  out.gate = quantized("gate", q, 0, s, i, h);
+  out.up = quantized("up", q, 2, s, i, h);
+  out.gate_t = quantized("gate_t", q, 4, s, h, i);
+  out.up_t = quantized("up_t", q, 6, s, h, i);
+  out.down_t = quantized("down_t", q, 8, s, i, h);
+  return out;
 }
 
 }  // namespace mok::torch_ops

@@ -55,6 +55,9 @@ struct Sizes {
 
 void check(const std::string& name, const Tensor& t, std::initializer_list<int64_t> sizes,
            ScalarType type);
+// Scales of `count` matrices [rows, columns], as mok/quantize.h lays them out.
+void check_scales(const std::string& name, Precision precision, const Tensor& t, int64_t count,
+                  int64_t rows, int64_t columns);
 // x [T, H], topk_ids [T, K], topk_weights [T, K]; returns T.
 int64_t check_tokens(const Tensor& x, const Tensor& ids, const Tensor& weights, const Sizes& s);
 void check_weights(const Weights& w, int64_t layout, const Sizes& s);
@@ -66,9 +69,19 @@ class Arguments {
   ConstMatrix matrix(const Tensor& t);      // [rows, columns]
   ConstStack stack(const Tensor& t);        // [experts, rows, columns]
   const void* contiguous(const Tensor& t);  // any shape
+  // Without the routed weights where the precision is quantised: those given stand for their shapes
+  // and gradients alone.
   LayerWeights weights(const Weights& w, int64_t layout, const Sizes& s);
+  ConstStack matrices(const Tensor& t);  // [rows, columns] or [count, rows, columns]
+  // Of forward: gate, up, down, each data and scales; backward's transposed ones may follow.
+  QuantizedWeights quantized_forward(const std::vector<Tensor>& q, const Sizes& s);
+  // Of backward: gate, up, gate_t, up_t, down_t, each data and scales.
+  QuantizedWeights quantized_backward(const std::vector<Tensor>& q, const Sizes& s);
 
  private:
+  QuantizedStack quantized(const char* name, const std::vector<Tensor>& q, size_t i, const Sizes& s,
+                           int64_t rows, int64_t columns);
+
   std::vector<Tensor> copies_;
 };
 

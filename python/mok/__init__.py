@@ -15,6 +15,7 @@ from mok.checkpoint import checkpoint_policy
 from mok.group import Group, Options, default_group, init, local_group, new_group, reserve
 from mok.layer import MoELayer, Routing
 from mok.losses import load_balancing_loss, router_z_loss
+from mok.precision import QuantizedWeights, quantize_weights
 from mok.router import RouterConfig, expert_counts, route
 
 __version__ = library_version()
@@ -23,6 +24,7 @@ __all__ = [
     "Group",
     "MoELayer",
     "Options",
+    "QuantizedWeights",
     "RouterConfig",
     "Routing",
     "checkpoint_policy",
@@ -36,6 +38,7 @@ __all__ = [
     "moe",
     "new_group",
     "ops",
+    "quantize_weights",
     "reserve",
     "route",
     "router_z_loss",

@@ -8,6 +8,8 @@ from torch import Tensor
 from mok import _library
 from mok.group import Group, _find_workspace, default_group
 from mok.ops import LAYOUTS
+from mok.precision import QUANTIZED, QuantizedWeights, checked_precision, for_backward
+from mok.precision import quantize_weights as _quantize_weights
 
 WEIGHT_NAMES = (
     "w_gate",
@@ -25,10 +27,10 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, workspace, _, layout = inputs
+    *tensors, workspace, _, layout, quantized = inputs
     arguments, main_grads = tensors[:10], tensors[10:]
     _, routing_hash, *saved = output
-    ctx.save_for_backward(*arguments, *saved)
+    ctx.save_for_backward(*arguments, *saved, *quantized)
     # These stay what they were at forward: main_grads may change between forward and backward, and
     # the hash must not be that of a recomputed forward (activation checkpointing).
     ctx.main_grads = main_grads
@@ -40,14 +42,15 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, d_y, *_):
-    *arguments, saved0, saved1, saved2, saved3, saved4 = ctx.saved_tensors
+    arguments, saved = ctx.saved_tensors[:10], ctx.saved_tensors[10:15]
+    quantized = ctx.saved_tensors[15:]
     if d_y is None:  # the peers wait for this rank's part all the same
         d_y = torch.zeros_like(arguments[0])
     wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:10]]  # all but topk_ids
     needs = sum(1 << bit for bit, want in enumerate(wanted) if want)
     operands = (
-        d_y, *arguments, ctx.routing_hash, saved0, saved1, saved2, saved3, saved4, ctx.workspace,
-        ctx.layout, needs,
+        d_y, *arguments, ctx.routing_hash, *saved, ctx.workspace, ctx.layout, needs,
+        for_backward(quantized),
     )  # fmt: skip
     if any(main_grad is not None for main_grad in ctx.main_grads):
         if torch.is_grad_enabled():  # create_graph=True
@@ -61,7 +64,8 @@ def _backward(ctx, d_y, *_):
         grad if want and mine else None
         for grad, want, mine in zip(grads, wanted, delivered, strict=True)
     )
-    return (d_x, None, d_topk_weights, *d_weights, *(None,) * 10)
+    no_grads = [None] * len(quantized)
+    return (d_x, None, d_topk_weights, *d_weights, *(None,) * 10, no_grads)
 
 
 def _no_second_derivative(*_):
@@ -188,14 +192,17 @@ def moe(
     layout: str = "split",
     accumulate: bool = False,
     accumulate_from: tuple | None = None,
+    precision: str | None = None,
+    quantized: QuantizedWeights | None = None,
     group: Group | None = None,
 ) -> Tensor:
     """A mixture-of-experts layer without its router. Collective over the group, as is its backward.
 
     T tokens of this rank (any number, 0 included, up to the group's ``max_tokens``), K experts per
     token, E_local = E / R experts of I inner channels on this rank, a shared expert of I_s. The
-    dtype of the weights is the precision: bf16, fp32 or fp64. Under autocast x is converted to it,
-    and topk_weights to fp32; else they must fit.
+    dtype of the weights is the precision: bf16, fp32 or fp64; with bf16 weights ``precision`` may
+    ask for "mxfp8" or "fp8". Under autocast x is converted to the weights' dtype, and topk_weights
+    to fp32; else they must fit.
 
     Args:
         x: [T, H], of the weights' dtype.
@@ -214,6 +221,11 @@ def moe(
             for fp64; of the weight's shape), and autograd gets None for them.
         accumulate_from: with ``accumulate``, the seven weights whose ``main_grad`` is meant, where
             those given are converted copies.
+        precision: None: the weights' dtype; or "bf16", "mxfp8", "fp8", all of bf16 weights. In the
+            latter two the routed experts multiply FP8 numbers (docs/numerics.md, "Precisions"), and
+            gradients pass straight through the quantisation.
+        quantized: with them, :func:`mok.quantize_weights` of the weights, so that it is not done at
+            every call; only its values are multiplied then, so it must be of these weights.
         group: the EP group; default: that of :func:`mok.init`.
 
     Returns: y [T, H] of x's dtype. Gradients go to whatever requires them: x, topk_weights and
@@ -237,6 +249,12 @@ def moe(
     if shared_gate_vector is not None and w_shared_gate is None:
         raise ValueError("shared_gate_vector: given without a shared expert")
 
+    checked_precision(precision)
+    if quantized is not None and precision not in QUANTIZED:
+        raise ValueError(f"quantized: given, but precision is {precision!r}")
+    if quantized is not None and not isinstance(quantized, QuantizedWeights):
+        raise TypeError(f"quantized: {type(quantized).__name__}, expected mok.QuantizedWeights")
+
     weights = (w_gate, w_up, w_down, *shared, shared_gate_vector)
     for name, weight in zip(WEIGHT_NAMES, weights, strict=True):
         wrong = None if weight is None else _wrong_tensor(name, weight)
@@ -253,6 +271,8 @@ def moe(
     dtype = w_down.dtype
     if dtype not in DTYPES:
         raise TypeError(f"w_down: dtype {dtype}, expected one of {DTYPES}")
+    if precision is not None and dtype != torch.bfloat16:
+        raise TypeError(f"w_down: dtype {dtype}, expected torch.bfloat16 for precision {precision}")
     if w_down.dim() != 3:
         raise ValueError(f"w_down: shape {list(w_down.shape)}, expected [E_local, H, I]")
     wrong = _wrong_tensor("topk_ids", topk_ids) or _wrong_tensor("x", x)
@@ -273,10 +293,13 @@ def moe(
     wrong = _wrong_weights(weights, layout, sizes, dtype)
     if wrong is not None:
         raise wrong
+    fp8 = []
+    if precision in QUANTIZED:
+        fp8 = list(quantized or _quantize_weights(precision, *weights[:3], layout=layout))
     workspace, saved_rows = _find_workspace(
         group.key, hidden, inner, local_experts * group.ranks, topk, shared_inner,
         shared_gate_vector is not None, swiglu_limit, dtype,
-        group.capacity(0 if group.max_tokens is not None else x.shape[0]),
+        group.capacity(0 if group.max_tokens is not None else x.shape[0]), precision,
     )  # fmt: skip
 
     if torch.is_autocast_enabled("cpu"):
@@ -296,6 +319,6 @@ def moe(
     )
     outputs = torch.ops.mok.forward(
         x, topk_ids, topk_weights, *weights, *main_grads, workspace, saved_rows if keep else 0,
-        LAYOUTS[layout],
+        LAYOUTS[layout], fp8,
     )  # fmt: skip
     return outputs[0]
