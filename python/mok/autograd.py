@@ -42,8 +42,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, d_y, *_):
-    arguments, saved = ctx.saved_tensors[:10], ctx.saved_tensors[10:15]
-    quantized = ctx.saved_tensors[15:]
+    tensors = ctx.saved_tensors  # once: under checkpointing they are computed again
+    arguments, saved, quantized = tensors[:10], tensors[10:15], tensors[15:]
     if d_y is None:  # the peers wait for this rank's part all the same
         d_y = torch.zeros_like(arguments[0])
     wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:10]]  # all but topk_ids
