@@ -342,9 +342,10 @@ Gradients backward_accumulate(
     Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
     OptionalTensor gate_vector, Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
     Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out, int64_t workspace,
-    int64_t layout, int64_t needs, std::vector<Tensor> quantized, OptionalTensor main_gate, OptionalTensor main_up,
-    OptionalTensor main_down, OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
-    OptionalTensor main_shared_down, OptionalTensor main_gate_vector) {
+    int64_t layout, int64_t needs, std::vector<Tensor> quantized, OptionalTensor main_gate,
+    OptionalTensor main_up, OptionalTensor main_down, OptionalTensor main_shared_gate,
+    OptionalTensor main_shared_up, OptionalTensor main_shared_down,
+    OptionalTensor main_gate_vector) {
   return differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
                         main_shared_down, main_gate_vector},
                        d_y, x, topk_ids, topk_weights,

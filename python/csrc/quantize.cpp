@@ -50,8 +50,8 @@ Tensor empty_scales(Precision precision, const Tensor& like, int64_t count, int6
 // Both quantised precisions, as mok/quantize.h.
 using Quantized = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
-Quantized quantize(
-    Precision precision, const Tensor& x_bf16, bool return_normal, bool return_transposed) {
+Quantized quantize(Precision precision, const Tensor& x_bf16, bool return_normal,
+                   bool return_transposed) {
   const Matrices m("x_bf16", x_bf16, ScalarType::BFloat16);
   Arguments views;
   const ConstStack x = views.matrices(x_bf16);
@@ -109,9 +109,7 @@ Quantized fp8_quantize(Tensor x_bf16, bool return_normal, bool return_transposed
 Tensor mxfp8_dequantize(Tensor x_fp8, Tensor x_sc) {
   return dequantize(Precision::mxfp8, x_fp8, x_sc);
 }
-Tensor fp8_dequantize(Tensor x_fp8, Tensor x_sc) {
-  return dequantize(Precision::fp8, x_fp8, x_sc);
-}
+Tensor fp8_dequantize(Tensor x_fp8, Tensor x_sc) { return dequantize(Precision::fp8, x_fp8, x_sc); }
 
 std::string quantize_schema(const std::string& name) {
   return name +

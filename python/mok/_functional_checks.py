@@ -53,7 +53,8 @@ def _mxfp8(workspace, routed: tuple, parts: tuple) -> tuple[list[Tensor], tuple]
             raise ValueError(f"{name}: a tuple of {len(weight)}, expected ({wanted})")
     check_type(f"{names[0]}[0]", routed[0][0], Tensor)
     if routed[0][0].dim() != 3:
-        raise ValueError(f"{names[0]}[0]: shape {list(routed[0][0].shape)}, expected [E_local, I, H]")
+        shape = list(routed[0][0].shape)
+        raise ValueError(f"{names[0]}[0]: shape {shape}, expected [E_local, I, H]")
     experts, inner, _ = routed[0][0].shape
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
     pairs = {}  # by (transposed, weight)

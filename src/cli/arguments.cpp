@@ -180,8 +180,8 @@ Spec Arguments::spec(Use use) const {
   const auto [stop, error] = std::from_chars(seed_.data(), seed_end, spec.seed);
   require(error == std::errc() && stop == seed_end, "--seed",
           "'" + seed_ + "' is not an integer of 64 bits without a sign");
-  for (const Precision p : {Precision::bf16, Precision::fp32, Precision::fp64, Precision::mxfp8,
-                            Precision::fp8}) {
+  for (const Precision p :
+       {Precision::bf16, Precision::fp32, Precision::fp64, Precision::mxfp8, Precision::fp8}) {
     if (precision_ == to_string(p)) spec.precision = p;
   }
   spec.backward = pass != "forward";

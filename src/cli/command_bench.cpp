@@ -27,7 +27,7 @@ struct Timing {  // of a direction, or of both
 struct Result {
   Timing forward, backward, both;
   double fastest_ms = 0, slowest_ms = 0;  // forward
-  double quantize_ms = 0;                        // of the weights, once
+  double quantize_ms = 0;                 // of the weights, once
   int64_t rows = 0, link_bytes = 0, busiest_bytes = 0;
   double link_gb_per_s = 0, padding_share = 0;
   int64_t workspace_bytes = 0, peak_bytes = 0;
@@ -167,7 +167,8 @@ int run_bench(Options options) {
       spec.warm_up = static_cast<int>(options.warm_up);
       spec.compare_bits = false;
       // What others' products write (bench/products_only.py).
-      if (a.grads.empty() && storage_type(spec.precision) == Precision::bf16) spec.grads = GradMode::storage;
+      if (a.grads.empty() && storage_type(spec.precision) == Precision::bf16)
+        spec.grads = GradMode::storage;
       make_problem(spec, spec.seed);
       specs.push_back(std::move(spec));
     }

@@ -111,11 +111,11 @@ QuantizedInputs quantize(const Spec& spec, const WeightInputs& weights, int thre
     QuantizedInputs::Stack s{Memory(experts * size), Memory(experts * scales),
                              Memory(experts * size), Memory(experts * scales_t)};
     in_pieces(0, experts, threads, [&](int64_t begin, int64_t end) {
-      quantize_weights(spec.precision, {from.data() + begin * size * 2, size, columns}, end - begin,
-                       rows, columns,
-                       {s.data.data() + begin * size, s.scales.as<uint8_t>() + begin * scales,
-                        s.data_t.data() + begin * size,
-                        s.scales_t.as<uint8_t>() + begin * scales_t});
+      quantize_weights(
+          spec.precision, {from.data() + begin * size * 2, size, columns}, end - begin, rows,
+          columns,
+          {s.data.data() + begin * size, s.scales.as<uint8_t>() + begin * scales,
+           s.data_t.data() + begin * size, s.scales_t.as<uint8_t>() + begin * scales_t});
     });
     return s;
   };

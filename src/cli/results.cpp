@@ -103,9 +103,9 @@ class Checker {
     const problem::Tolerances whole =
         problem::whole_tolerances(spec_.shape, spec_.precision, spec_.global_tokens());
     const auto by_out = [](const problem::Tolerances& v) {
-      return std::array<double, kOuts>{v.y,           v.d_x,         v.d_topk_weights, v.d_w_gate_up,
-                                       v.d_w_gate_up, v.d_w_down,    v.d_w_gate_up,    v.d_w_gate_up,
-                                       v.d_w_down,    v.d_shared_vector};
+      return std::array<double, kOuts>{
+          v.y,        v.d_x,         v.d_topk_weights, v.d_w_gate_up, v.d_w_gate_up,
+          v.d_w_down, v.d_w_gate_up, v.d_w_gate_up,    v.d_w_down,    v.d_shared_vector};
     };
     const std::array<double, kOuts> limits = by_out(t), whole_limits = by_out(whole);
     // The oracle's gradients are sums: rounding one to bf16 moves it by up to half an ulp.

@@ -67,7 +67,8 @@ std::string rank_digest(const Outcome& outcome, int rank, Out out);
 struct CheckedTensor {
   Out out;
   double max_rel_err, scaled_err, tolerance;
-  double whole_err, whole_tolerance;  // of the tensor; the latter is infinite where it is not judged
+  double whole_err,
+      whole_tolerance;  // of the tensor; the latter is infinite where it is not judged
   bool pass;
 };
 // Against the oracle.

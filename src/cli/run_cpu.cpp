@@ -375,7 +375,8 @@ int64_t needed_bytes(const Spec& spec, const Sets& sets) {
     for (int o = 0; o < kOuts; ++o) bytes += extent(spec, r, static_cast<Out>(o)).bytes();
     for (const Slice& s : weight_slices(spec, r)) bytes += slice_bytes(*sets[0], s, spec.precision);
     if (is_quantized(spec.precision)) {  // two forms of each routed weight, and their scales
-      const int64_t elements = spec.experts_local() * 3 * spec.shape.hidden * spec.shape.intermediate;
+      const int64_t elements =
+          spec.experts_local() * 3 * spec.shape.hidden * spec.shape.intermediate;
       bytes += 2 * (elements + elements / block_size(spec.precision));
     }
     for (const Slice& s : token_slices(spec, r)) {

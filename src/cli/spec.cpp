@@ -53,7 +53,8 @@ const char* to_string(GradMode grads) {
 const char* to_string(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
 
 plan::Geometry geometry(const Spec& spec, plan::Direction direction) {
-  plan::Geometry g = plan::workspace_geometry(spec.shape, spec.ranks(), spec.workspace, spec.precision);
+  plan::Geometry g =
+      plan::workspace_geometry(spec.shape, spec.ranks(), spec.workspace, spec.precision);
   for (int r = 0; r < spec.ranks(); ++r) g.tokens[r] = static_cast<int32_t>(spec.tokens[r]);
   g.direction = direction;
   return g;

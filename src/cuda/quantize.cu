@@ -29,11 +29,11 @@ using numerics::kMxTile;
 using numerics::kMxTileBytes;
 
 constexpr int kThreads = 256;
-constexpr int kChunk = 16;                     // elements of a row that a thread takes
-constexpr int kLanes = kMxTile / kChunk;       // threads of a row
-constexpr int kPassRows = kThreads / kLanes;   // 32
-constexpr int kPasses = kMxTile / kPassRows;   // 4
-constexpr int kWords = kMxTile / 2;            // pairs of columns
+constexpr int kChunk = 16;                    // elements of a row that a thread takes
+constexpr int kLanes = kMxTile / kChunk;      // threads of a row
+constexpr int kPassRows = kThreads / kLanes;  // 32
+constexpr int kPasses = kMxTile / kPassRows;  // 4
+constexpr int kWords = kMxTile / 2;           // pairs of columns
 constexpr unsigned kAll = 0xffffffffu;
 
 // ---- pieces of a row ------------------------------------------------------------------------
@@ -103,9 +103,7 @@ __device__ uint32_t max_across(uint32_t amax) {
 __device__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 // The larger of the two.
-__device__ e8m0 scale_of(uint32_t amax) {
-  return numerics::mx_scale(fmaxf(low(amax), high(amax)));
-}
+__device__ e8m0 scale_of(uint32_t amax) { return numerics::mx_scale(fmaxf(low(amax), high(amax))); }
 
 __device__ uint32_t codes_of(float a, float b) {
   return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
@@ -237,7 +235,8 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs a) {
     __syncthreads();
     amax = max_across<kThreads / 32>(s.amax[threadIdx.x % (kThreads / 32)]);
     whole = scale_of(amax);
-    if (threadIdx.x == 0 && a.scales) a.scales[(e * tiles_r + tile_r) * tiles_c + tile_c] = whole.bits;
+    if (threadIdx.x == 0 && a.scales)
+      a.scales[(e * tiles_r + tile_r) * tiles_c + tile_c] = whole.bits;
     if (threadIdx.x == 0 && a.scales_t) {
       a.scales_t[(e * tiles_c + tile_c) * tiles_r + tile_r] = whole.bits;
     }
@@ -353,7 +352,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) 
       const auto f = numerics::mx_factors(m.scale(row0 + r, column0 + lane * kChunk));
       uint32_t pair[kChunk / 2];
 #pragma unroll
-      for (int i = 0; i < kChunk / 2; ++i) pair[i] = pair_of(codes.four[i / 2] >> (16 * (i % 2)) & 0xffffu, f);
+      for (int i = 0; i < kChunk / 2; ++i)
+        pair[i] = pair_of(codes.four[i / 2] >> (16 * (i % 2)) & 0xffffu, f);
       store_pairs<kAligned, kChunk>(a.out + e * size + at, pair, left);
     }
   }
@@ -421,9 +421,8 @@ bool all_multiples(std::initializer_list<int64_t> values, int64_t of) {
   return std::all_of(values.begin(), values.end(), [=](int64_t v) { return v % of == 0; });
 }
 bool all_aligned(std::initializer_list<const void*> pointers) {
-  return std::all_of(pointers.begin(), pointers.end(), [](const void* p) {
-    return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-  });
+  return std::all_of(pointers.begin(), pointers.end(),
+                     [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
 }
 
 // f(block, aligned) with both as constants.

@@ -1,7 +1,7 @@
 // MXFP8 of the OCP Microscaling Formats specification, 1.0: blocks of 32 elements in E4M3 that
-// share a power of two (E8M0). Precision fp8 has the same numbers in larger blocks (blocks.h). Every function here works on bits or is exact, so host and device
-// agree whatever their treatment of subnormal numbers. What becomes of infinities and NaN is in
-// docs/numerics.md.
+// share a power of two (E8M0). Precision fp8 has the same numbers in larger blocks (blocks.h).
+// Every function here works on bits or is exact, so host and device agree whatever their treatment
+// of subnormal numbers. What becomes of infinities and NaN is in docs/numerics.md.
 #pragma once
 
 #include <cstdint>

@@ -20,7 +20,8 @@ inline constexpr int64_t kCompareBlock = 64;  // columns
 // although its error is of the usual size. A usual block is the root mean square of the group's
 // non-zero elements times the square root of the block's columns.
 //
-//   whole_err     ||a - b|| / ||b|| of all that was taken in: judged where the format makes a single
+//   whole_err     ||a - b|| / ||b|| of all that was taken in: judged where the format makes a
+//   single
 //                 block's bound wide (mxfp8, fp8)
 //
 // NaN passes only where both have one; an infinity only where both have the same.

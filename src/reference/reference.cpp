@@ -259,7 +259,8 @@ Outputs run(const Inputs& in, const TakeGradient& take) {
         rows.push_back(
             {t, shape.shared_gate ? sigmoid(dot(&in.x[t * H], in.shared_gate.data(), H)) : 1.0});
       }
-      const RowResults s = layer.expert(Layer::Kind::shared, in.shared, I_s, rows, backward ? &d : nullptr);
+      const RowResults s =
+          layer.expert(Layer::Kind::shared, in.shared, I_s, rows, backward ? &d : nullptr);
       for (int64_t row = 0; row < T; ++row) {
         const int64_t t = rows[row].token;
         const double sigma = rows[row].weight;

@@ -49,8 +49,9 @@ struct Inputs {
   } blocks;
 };
 
-// m [rows, columns], each element rounded to the E4M3 numbers of its block of `tall` rows and `wide`
-// columns; a block's unit is the smallest power of two >= max(largest |element|, 1e-12) / 448.
+// m [rows, columns], each element rounded to the E4M3 numbers of its block of `tall` rows and
+// `wide` columns; a block's unit is the smallest power of two >= max(largest |element|, 1e-12) /
+// 448.
 std::vector<double> quantized(const std::vector<double>& m, int64_t rows, int64_t columns,
                               int64_t tall, int64_t wide);
 

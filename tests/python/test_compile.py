@@ -50,14 +50,10 @@ def test_K2_opcheck_quantized(precision):
     arguments = operands(p, precision)
     outputs = torch.ops.mok.forward(*arguments)
     arguments[-3] = 0
-    torch.library.opcheck(
-        torch.ops.mok.forward.default, arguments, test_utils=WITHOUT_SCHEMA
-    )
+    torch.library.opcheck(torch.ops.mok.forward.default, arguments, test_utils=WITHOUT_SCHEMA)
     fp8 = [*arguments[-1][:4], *arguments[-1][6:]]
     backward = [p.d_y, *arguments[:10], *outputs[1:], arguments[-4], 0, 511, fp8]
-    torch.library.opcheck(
-        torch.ops.mok.backward.default, backward, test_utils=WITHOUT_SCHEMA
-    )
+    torch.library.opcheck(torch.ops.mok.backward.default, backward, test_utils=WITHOUT_SCHEMA)
 
 
 @pytest.mark.parametrize("settings", PROBLEMS)

@@ -72,9 +72,7 @@ def test_values(precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_near_bf16(precision):
     p = small(3, shared=24, shared_gate=True)
-    for (name, got), (_, want) in zip(
-        flat(run(p, precision=precision)), flat(run(p)), strict=True
-    ):
+    for (name, got), (_, want) in zip(flat(run(p, precision=precision)), flat(run(p)), strict=True):
         distance = (got.double() - want.double()).norm() / want.double().norm()
         if name.startswith(("d_shared", "d_gate_vector")):
             assert distance == 0, name  # the shared expert stays as it is

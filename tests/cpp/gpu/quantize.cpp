@@ -25,7 +25,8 @@ template <class T>
 class Buffer {
  public:
   explicit Buffer(int64_t n) : n_(n) {
-    cuda::check(cudaMalloc(reinterpret_cast<void**>(&data_), std::max<int64_t>(1, n) * sizeof(T)), "memory");
+    cuda::check(cudaMalloc(reinterpret_cast<void**>(&data_), std::max<int64_t>(1, n) * sizeof(T)),
+                "memory");
     cuda::check(cudaMemset(data_, 0xa5, n * sizeof(T)), "garbage");
   }
   explicit Buffer(const std::vector<T>& v) : Buffer(static_cast<int64_t>(v.size())) {
@@ -141,8 +142,8 @@ TEST_P(Convert, WeightsHaveTheHostsBits) {
 TEST_P(Convert, RowsHaveTheHostsBits) {
   const Precision p = GetParam();
   const int block = block_size(p);
-  for (const Shape& s : std::vector<Shape>{
-           {1, 300, 4096, 4096}, {1, 77, 192, 200}, {1, 5, 33, 40}, {1, 1, 1, 1}}) {
+  for (const Shape& s :
+       std::vector<Shape>{{1, 300, 4096, 4096}, {1, 77, 192, 200}, {1, 5, 33, 40}, {1, 1, 1, 1}}) {
     const std::vector<bf16> x = values(s.rows * s.row_stride);
     const int64_t scales_at = (s.columns + 15) / 16 * 16;
     const int64_t scales = numerics::blocks_of(s.columns, block);

@@ -389,10 +389,8 @@ std::string compare_with_oracle(const Problem& problem, const RunOptions& option
   };
   experts("d_w_gate", &RankTensors::d_gate, grads.gate, i, h, limits.d_w_gate_up,
           whole.d_w_gate_up);
-  experts("d_w_up", &RankTensors::d_up, grads.up, i, h, limits.d_w_gate_up,
-          whole.d_w_gate_up);
-  experts("d_w_down", &RankTensors::d_down, grads.down, h, i, limits.d_w_down,
-          whole.d_w_down);
+  experts("d_w_up", &RankTensors::d_up, grads.up, i, h, limits.d_w_gate_up, whole.d_w_gate_up);
+  experts("d_w_down", &RankTensors::d_down, grads.down, h, i, limits.d_w_down, whole.d_w_down);
   const int64_t shared = s.shared_intermediate;
   for (int r = 0; r < run.ranks() && shared > 0; ++r) {
     const RankTensors& t = run.rank(r);
