@@ -157,11 +157,11 @@ std::vector<CheckCase> check_cases() {
       add({name + what, split, std::move(tokens), "zipf:1.2", p, ring, minibatch, saved, processes,
            name + " split"});
     };
-    in_group(", EP 1", {480}, 0, 4096, -1, false);
-    in_group(", EP 2, refills", {100, 380}, 512, 256, -1, false);
-    in_group(", EP 2, nothing saved", {240, 240}, 512, 128, 0, false);
-    in_group(", EP 4, a rank without tokens", {200, 0, 150, 130}, 256, 128, 300, false);
-    in_group(", EP 2, processes", {240, 240}, 0, 4096, -1, true);
+    in_group(", 1 rank", {480}, 0, 4096, -1, false);
+    in_group(", 2 ranks, refills", {100, 380}, 512, 256, -1, false);
+    in_group(", 2 ranks, nothing saved", {240, 240}, 512, 128, 0, false);
+    in_group(", 4 ranks, one empty", {200, 0, 150, 130}, 256, 128, 300, false);
+    in_group(", 2 ranks, processes", {240, 240}, 0, 4096, -1, true);
   }
   return all;
 }
