@@ -12,6 +12,7 @@ same bits.
 import argparse
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -45,8 +46,9 @@ def arguments(argv=None):
         help="cuda: a larger model beside a plain one; for its options: --device cuda --help",
     )  # fmt: skip
     parser.add_argument(
-        "--precision", choices=["bf16", "fp32"], default="bf16", help="of the experts"
-    )
+        "--precision", choices=["bf16", "mxfp8", "fp8", "fp32"], default="bf16",
+        help="of the experts",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     if not 1 <= options.ep <= 8 or EXPERTS % options.ep:
         parser.error(f"--ep: {options.ep} does not divide the {EXPERTS} experts")
@@ -106,14 +108,17 @@ def build_model(precision):
     import torch.nn.functional as F
     from torch import nn
 
-    compute = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    compute = torch.float32 if precision == "fp32" else torch.bfloat16
 
     class Experts(nn.Module):
         """Router and experts. `record` (a list or None) keeps what a replay needs."""
 
         def __init__(self):
             super().__init__()
-            self.layer = mok.MoELayer(WIDTH, INNER, EXPERTS, TOPK, compute_dtype=compute)
+            self.layer = mok.MoELayer(
+                WIDTH, INNER, EXPERTS, TOPK, compute_dtype=compute,
+                precision=None if precision == "fp32" else precision,
+            )  # fmt: skip
             self.record = None
 
         def forward(self, x):
@@ -212,6 +217,7 @@ class Replay:
     """What one MoE layer got and gave in one step, on one rank."""
 
     tensors: dict  # inputs: x, ids, weights, d_y, w_*; outputs: y, d_x, d_topk_weights, d_w_*
+    precision: str | None
 
     @staticmethod
     def of(experts):
@@ -226,7 +232,8 @@ class Replay:
             tensors[name] = w.detach().to(x.dtype)
             tensors[f"d_{name}"] = w.grad.to(x.dtype)  # as delivered: the parameter's is a copy
         return Replay(
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()},
+            layer.precision,
         )
 
 
@@ -239,7 +246,9 @@ def replay(parts, group):
     x, weights, *experts = (
         whole[name].requires_grad_() for name in ("x", "weights", "w_gate", "w_up", "w_down")
     )
-    y = mok.moe(x, whole["ids"], weights, *experts, group=group)
+    y = mok.moe(
+        x, whole["ids"], weights, *experts, precision=parts[0].precision, group=group
+    )  # fmt: skip
     y.backward(whole["d_y"])
     mine = {"y": y.detach(), "d_x": x.grad, "d_topk_weights": weights.grad}
     mine |= {f"d_w_{n}": w.grad for n, w in zip(("gate", "up", "down"), experts, strict=True)}
@@ -311,13 +320,15 @@ class Display:
 
 
 def draw(out, losses, validation, frequency_loss, loads):
-    """loss.png and expert_load.png."""
+    """loss.png and expert_load.png; the numbers in losses.json."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import numpy as np
 
+    numbers = {"training": losses, "validation": validation, "frequencies": frequency_loss}
+    (out / "losses.json").write_text(json.dumps(numbers))
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.6, label="training")
     axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation")

@@ -68,6 +68,16 @@ struct WorkspaceOptions {
   uint64_t delay_seed = 0;        // tests: not 0 = random delays before tasks
 };
 
+// A routed weight in FP8, one matrix after the other; made by `quantize_weights` (mok/quantize.h).
+struct QuantizedStack {
+  const void* data = nullptr;       // E4M3 [E_local, rows, columns], blocks along the columns
+  const uint8_t* scales = nullptr;  // E8M0; layout: mok/quantize.h
+};
+struct QuantizedWeights {
+  QuantizedStack gate, up, down;        // [E_local, I, H], [E_local, I, H], [E_local, H, I]
+  QuantizedStack gate_t, up_t, down_t;  // the transposed matrices, quantised along *their* rows
+};
+
 struct LayerWeights {
   ConstStack gate, up;                       // [E_local, I, H]
   ConstStack down;                           // [E_local, H, I]
@@ -75,6 +85,10 @@ struct LayerWeights {
   ConstMatrix shared_up_proj;                // [I_s, H]
   ConstMatrix shared_down_proj;              // [H, I_s]
   const void* shared_gate_vector = nullptr;  // [H], only with shape.shared_gate
+  // mxfp8 and fp8 read these instead of gate, up and down, which may be null. Forward: gate, up,
+  // down. Backward: gate_t, up_t, down_t, and gate, up to recompute rows that were not saved.
+  // Whoever changes the weights makes these anew; the layer has no way to see it.
+  QuantizedWeights quantized;
 };
 
 // What forward leaves for backward, in the caller's memory, all in the storage type, contiguous.

@@ -14,13 +14,24 @@ inline constexpr int kMaxRanks = 8;
 inline constexpr int kMaxTopk = 64;
 inline constexpr int kMaxExperts = 4096;
 
-enum class Precision { bf16, fp32, fp64 };  // storage type of x, weights and rows
+// What is multiplied. mxfp8 and fp8: the operands of the routed experts' products are E4M3 numbers
+// in blocks that share a power of two, of 32 and of 128 along the contraction; all else is as in
+// bf16. docs/numerics.md, "Precisions", says which tensor is quantised where.
+enum class Precision { bf16, fp32, fp64, mxfp8, fp8 };
 enum class IdType { int32, int64 };
 
-// Accumulation is fp32 for bf16 and fp32, fp64 for fp64; in fp32 and fp64 every rounding of the
-// contract is left out. Router weights and their gradients are fp32 (fp64 in fp64).
-constexpr int element_size(Precision p) {
-  return p == Precision::bf16 ? 2 : p == Precision::fp32 ? 4 : 8;
+constexpr bool is_quantized(Precision p) { return p == Precision::mxfp8 || p == Precision::fp8; }
+// Elements of a block along the contraction; 0 = nothing is quantised.
+constexpr int block_size(Precision p) {
+  return p == Precision::mxfp8 ? 32 : p == Precision::fp8 ? 128 : 0;
+}
+// The type of x, weights, rows and what is returned.
+constexpr Precision storage_type(Precision p) { return is_quantized(p) ? Precision::bf16 : p; }
+
+// Accumulation is fp32, in fp64 fp64; in fp32 and fp64 every rounding of the contract is left out.
+// Router weights and their gradients are fp32 (fp64 in fp64).
+constexpr int element_size(Precision p) {  // of the storage type
+  return storage_type(p) == Precision::bf16 ? 2 : p == Precision::fp32 ? 4 : 8;
 }
 constexpr int weight_size(Precision p) { return p == Precision::fp64 ? 8 : 4; }
 

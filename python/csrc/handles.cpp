@@ -117,7 +117,7 @@ MOK_EXPORT void mok_group_destroy(int64_t handle) {
 struct MokWorkspaceRequest {
   int64_t hidden, intermediate, experts, topk, shared_intermediate, shared_gate;
   double swiglu_limit;
-  int64_t precision;  // 0 bf16, 1 fp32, 2 fp64
+  int64_t precision;  // 0 bf16, 1 fp32, 2 fp64, 3 mxfp8, 4 fp8
   int64_t max_tokens, ring_rows, minibatch_rows, saved_rows, compute_workers, comm_workers;
   uint64_t delay_seed;
   int64_t comm_blocks, sm_reserve;  // CUDA

@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "handles.h"
 #include "tensors.h"
@@ -117,7 +118,8 @@ constexpr const char* kForwardSchema =
     // Not read: the autograd formula carries them to backward_accumulate.
     "Tensor? main_gate, Tensor? main_up, Tensor? main_down, Tensor? main_shared_gate, "
     "Tensor? main_shared_up, Tensor? main_shared_down, Tensor? main_shared_gate_vector, "
-    "int workspace, int saved_rows, int layout) -> (Tensor y, Tensor routing_hash, "
+    "int workspace, int saved_rows, int layout, Tensor[] quantized) -> (Tensor y, "
+    "Tensor routing_hash, "
     "Tensor saved_gate, Tensor saved_up, Tensor saved_shared_gate, Tensor saved_shared_up, "
     "Tensor saved_shared_out)";
 
@@ -126,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
     OptionalTensor gate_vector, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
     OptionalTensor, OptionalTensor, OptionalTensor, int64_t workspace, int64_t saved_rows,
-    int64_t layout) {
+    int64_t layout, std::vector<Tensor> quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     const Weights weights{gate, up, down, shared_gate, shared_up, shared_down, gate_vector};
@@ -140,6 +142,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     args.id_type = id_type(topk_ids);
     args.topk_weights = views.contiguous(topk_weights);
     args.weights = views.weights(weights, layout, s);
+    args.weights.quantized = views.quantized_forward(quantized, s);
 
     const int64_t kept = saved_rows > 0 ? args.tokens : 0;
     Tensor y = empty(x, {args.tokens, s.hidden}, s.type);
@@ -183,7 +186,8 @@ std::string backward_schema(const std::string& name, const std::string& more_arg
          "Tensor? w_up, Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, "
          "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor routing_hash, "
          "Tensor saved_gate, Tensor saved_up, Tensor saved_shared_gate, Tensor saved_shared_up, "
-         "Tensor saved_shared_out, int workspace, int layout, int needs" +
+         "Tensor saved_shared_out, int workspace, int layout, int needs, "
+         "Tensor[] quantized" +
          more_arguments +
          ") -> (Tensor d_x, Tensor d_topk_weights, Tensor d_gate, Tensor d_up, Tensor d_down, "
          "Tensor d_shared_gate, Tensor d_shared_up, Tensor d_shared_down, "
@@ -200,12 +204,13 @@ constexpr const char* kMainGrads =
 void check_main_grad(const std::string& name, const Tensor& main_grad, const Tensor& weight,
                      const Sizes& s) {
   const auto want = weight.sizes(), have = main_grad.sizes();
-  bool same = on_device(main_grad, s) && main_grad.scalar_type() == s.sum_type &&
+  bool same = on_device(main_grad, s.device) && main_grad.scalar_type() == s.sum_type &&
               want.size() == have.size();
   for (size_t i = 0; same && i < want.size(); ++i) same = want[i] == have[i];
   const int64_t last = main_grad.dim() - 1;
   if (!same || (main_grad.size(last) > 1 && main_grad.stride(last) != 1)) {
-    refuse(ErrorCode::bad_argument, name + ": main_grad must be a tensor on " + device_text(s) +
+    refuse(ErrorCode::bad_argument, name + ": main_grad must be a tensor on " +
+                                        device_text(s.device) +
                                         " of the weight's shape with contiguous rows, and of "
                                         "dtype " +
                                         torch::headeronly::toString(s.sum_type));
@@ -252,21 +257,22 @@ struct WeightGradients {
 Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tensor& x,
                         const Tensor& topk_ids, const Tensor& topk_weights, const Weights& weights,
                         const Tensor& hash, const SavedTensors& saved, int64_t workspace,
-                        int64_t layout, int64_t needs) {
+                        int64_t layout, int64_t needs, const std::vector<Tensor>& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     Arguments views;
     BackwardArgs args;
     args.tokens = check_tokens(x, topk_ids, topk_weights, s);
     check_weights(weights, layout, s);
-    check("d_y", d_y, {args.tokens, s.hidden}, s.type, s);
-    check("routing_hash", hash, {1}, ScalarType::Long, s);
+    check("d_y", d_y, {args.tokens, s.hidden}, s.type, s.device);
+    check("routing_hash", hash, {1}, ScalarType::Long, s.device);
     args.x = views.matrix(x);
     args.d_y = views.matrix(d_y);
     args.topk_ids = views.contiguous(topk_ids);
     args.id_type = id_type(topk_ids);
     args.topk_weights = views.contiguous(topk_weights);
     args.weights = views.weights(weights, layout, s);
+    args.weights.quantized = views.quantized_backward(quantized, s);
     if (s.device == kCpu && hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk) !=
                                 *static_cast<const int64_t*>(hash.const_data_ptr())) {
       refuse(ErrorCode::bad_routing,
@@ -298,17 +304,18 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
 
     const std::lock_guard lock(entry.mutex);
     const int64_t rows = saved[0].size(0);
-    check("saved_gate", saved[0], {rows, s.intermediate}, s.type, s);
-    check("saved_up", saved[1], {rows, s.intermediate}, s.type, s);
+    check("saved_gate", saved[0], {rows, s.intermediate}, s.type, s.device);
+    check("saved_up", saved[1], {rows, s.intermediate}, s.type, s.device);
     if (rows > 0) {
       if (rows != entry.options().saved_rows) {
         refuse(ErrorCode::bad_argument, "saved_gate: " + std::to_string(rows) +
                                             " rows, but the workspace keeps " +
                                             std::to_string(entry.options().saved_rows));
       }
-      check("saved_shared_gate", saved[2], {args.tokens, s.shared}, s.type, s);
-      check("saved_shared_up", saved[3], {args.tokens, s.shared}, s.type, s);
-      check("saved_shared_out", saved[4], {s.shared_gate ? args.tokens : 0, s.hidden}, s.type, s);
+      check("saved_shared_gate", saved[2], {args.tokens, s.shared}, s.type, s.device);
+      check("saved_shared_up", saved[3], {args.tokens, s.shared}, s.type, s.device);
+      check("saved_shared_out", saved[4], {s.shared_gate ? args.tokens : 0, s.hidden}, s.type,
+            s.device);
       args.saved = kept_rows(saved, s);
     }
     reached_core = true;
@@ -323,12 +330,13 @@ Gradients backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, T
                    OptionalTensor shared_up, OptionalTensor shared_down, OptionalTensor gate_vector,
                    Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
                    Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out,
-                   int64_t workspace, int64_t layout, int64_t needs) {
+                   int64_t workspace, int64_t layout, int64_t needs,
+                   std::vector<Tensor> quantized) {
   return differentiate({}, d_y, x, topk_ids, topk_weights,
                        {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
                        routing_hash,
                        {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out},
-                       workspace, layout, needs);
+                       workspace, layout, needs, quantized);
 }
 
 Gradients backward_accumulate(
@@ -336,16 +344,17 @@ Gradients backward_accumulate(
     Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
     OptionalTensor gate_vector, Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
     Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out, int64_t workspace,
-    int64_t layout, int64_t needs, OptionalTensor main_gate, OptionalTensor main_up,
-    OptionalTensor main_down, OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
-    OptionalTensor main_shared_down, OptionalTensor main_gate_vector) {
+    int64_t layout, int64_t needs, std::vector<Tensor> quantized, OptionalTensor main_gate,
+    OptionalTensor main_up, OptionalTensor main_down, OptionalTensor main_shared_gate,
+    OptionalTensor main_shared_up, OptionalTensor main_shared_down,
+    OptionalTensor main_gate_vector) {
   return differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
                         main_shared_down, main_gate_vector},
                        d_y, x, topk_ids, topk_weights,
                        {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
                        routing_hash,
                        {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out},
-                       workspace, layout, needs);
+                       workspace, layout, needs, quantized);
 }
 
 }  // namespace

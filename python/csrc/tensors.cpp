@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "numerics/mxfp8.h"
+
 namespace mok::torch_ops {
 namespace {
 
@@ -35,27 +37,27 @@ Sizes::Sizes(const WorkspaceEntry& entry)
       shared_gate(entry.shape().shared_gate),
       device(entry.device()),
       precision(entry.precision()),
-      type(precision == Precision::bf16   ? ScalarType::BFloat16
-           : precision == Precision::fp32 ? ScalarType::Float
-                                          : ScalarType::Double),
+      type(storage_type(precision) == Precision::bf16 ? ScalarType::BFloat16
+           : precision == Precision::fp32             ? ScalarType::Float
+                                                      : ScalarType::Double),
       sum_type(precision == Precision::fp64 ? ScalarType::Double : ScalarType::Float) {}
 
-bool on_device(const Tensor& t, const Sizes& s) {
-  return s.device == kCpu ? t.is_cpu() : t.is_cuda() && t.get_device_index() == s.device;
+bool on_device(const Tensor& t, int device) {
+  return device == kCpu ? t.is_cpu() : t.is_cuda() && t.get_device_index() == device;
 }
 
-std::string device_text(const Sizes& s) {
-  return s.device == kCpu ? "cpu" : "cuda:" + std::to_string(s.device);
+std::string device_text(int device) {
+  return device == kCpu ? "cpu" : "cuda:" + std::to_string(device);
 }
 
 void check(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type,
-           const Sizes& s) {
-  if (!on_device(t, s)) {
+           int device) {
+  if (!on_device(t, device)) {
     const std::string own = t.is_cpu()    ? "cpu"
                             : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index())
                                           : "another device";
     refuse(ErrorCode::bad_argument,
-           std::string(name) + ": on " + own + ", the workspace is on " + device_text(s));
+           std::string(name) + ": on " + own + ", the workspace is on " + device_text(device));
   }
   if (t.scalar_type() != type) {
     refuse(ErrorCode::bad_type, std::string(name) + ": dtype " + type_text(t.scalar_type()) +
@@ -90,16 +92,25 @@ Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, Scalar
   return Tensor(made);
 }
 
+void check_scales(const char* name, Precision precision, const Tensor& t, int64_t count,
+                  int64_t rows, int64_t columns, int device) {
+  const int64_t tile_rows = count * numerics::mx_tiles(rows), tiles = numerics::mx_tiles(columns);
+  if (precision == Precision::fp8) {
+    return check(name, t, {tile_rows, tiles}, ScalarType::Byte, device);
+  }
+  check(name, t, {tile_rows, tiles, 32, 16}, ScalarType::Byte, device);
+}
+
 int64_t check_tokens(const Tensor& x, const Tensor& ids, const Tensor& weights, const Sizes& s) {
   if (x.dim() != 2) refuse(ErrorCode::bad_argument, "x: not of shape [T, H]");
   const int64_t tokens = x.size(0);
-  check("x", x, {tokens, s.hidden}, s.type, s);
+  check("x", x, {tokens, s.hidden}, s.type, s.device);
   const ScalarType type = ids.scalar_type();
   if (type != ScalarType::Long && type != ScalarType::Int) {
     refuse(ErrorCode::bad_type, "topk_ids: dtype " + type_text(type) + ", expected Int or Long");
   }
-  check("topk_ids", ids, {tokens, s.topk}, type, s);
-  check("topk_weights", weights, {tokens, s.topk}, s.sum_type, s);
+  check("topk_ids", ids, {tokens, s.topk}, type, s.device);
+  check("topk_weights", weights, {tokens, s.topk}, s.sum_type, s.device);
   return tokens;
 }
 
@@ -114,7 +125,7 @@ void check_weights(const Weights& w, int64_t layout, const Sizes& s) {
     }
   }
   const auto one = [&](Weight i, std::initializer_list<int64_t> sizes) {
-    if (present[i]) check(kWeightNames[i], *w[i], sizes, s.type, s);
+    if (present[i]) check(kWeightNames[i], *w[i], sizes, s.type, s.device);
   };
   const int64_t gate_rows = layout == split ? s.intermediate : 2 * s.intermediate;
   one(w_gate, {s.local_experts, gate_rows, s.hidden});
@@ -146,13 +157,15 @@ const void* Arguments::contiguous(const Tensor& t) {
 
 LayerWeights Arguments::weights(const Weights& w, int64_t layout, const Sizes& s) {
   LayerWeights v;
-  v.gate = stack(*w[w_gate]);
-  if (layout == split) {
-    v.up = stack(*w[w_up]);
-  } else {
-    take_apart(v.gate, layout, s, element_size(s.precision), v.gate, v.up);
+  if (!is_quantized(s.precision)) {
+    v.gate = stack(*w[w_gate]);
+    if (layout == split) {
+      v.up = stack(*w[w_up]);
+    } else {
+      take_apart(v.gate, layout, s, element_size(s.precision), v.gate, v.up);
+    }
+    v.down = stack(*w[w_down]);
   }
-  v.down = stack(*w[w_down]);
   if (s.shared > 0) {
     v.shared_gate_proj = matrix(*w[w_shared_gate]);
     v.shared_up_proj = matrix(*w[w_shared_up]);
@@ -160,6 +173,51 @@ LayerWeights Arguments::weights(const Weights& w, int64_t layout, const Sizes& s
   }
   if (s.shared_gate) v.shared_gate_vector = contiguous(*w[shared_gate_vector]);
   return v;
+}
+
+ConstStack Arguments::matrices(const Tensor& t) {
+  if (t.dim() == 3) return stack(t);
+  const ConstMatrix m = matrix(t);
+  return {m.data, t.size(0) * m.row_stride, m.row_stride};
+}
+
+QuantizedStack Arguments::quantized(const char* name, const std::vector<Tensor>& q, size_t i,
+                                    const Sizes& s, int64_t rows, int64_t columns) {
+  const std::string full = std::string("quantized.") + name;
+  check(full.c_str(), q[i], {s.local_experts, rows, columns}, ScalarType::Float8_e4m3fn, s.device);
+  check_scales((full + " scales").c_str(), s.precision, q[i + 1], s.local_experts, rows, columns,
+               s.device);
+  return {contiguous(q[i]), static_cast<const uint8_t*>(contiguous(q[i + 1]))};
+}
+
+QuantizedWeights Arguments::quantized_forward(const std::vector<Tensor>& q, const Sizes& s) {
+  const int64_t h = s.hidden, i = s.intermediate;
+  const bool wanted = is_quantized(s.precision);
+  if (wanted ? q.size() != 6 && q.size() != 12 : !q.empty()) {
+    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
+  }
+  QuantizedWeights out;
+  if (!wanted) return out;
+  out.gate = quantized("gate", q, 0, s, i, h);
+  out.up = quantized("up", q, 2, s, i, h);
+  out.down = quantized("down", q, 4, s, h, i);
+  return out;
+}
+
+QuantizedWeights Arguments::quantized_backward(const std::vector<Tensor>& q, const Sizes& s) {
+  const int64_t h = s.hidden, i = s.intermediate;
+  const bool wanted = is_quantized(s.precision);
+  if (q.size() != (wanted ? 10 : 0)) {
+    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
+  }
+  QuantizedWeights out;
+  if (!wanted) return out;
+  out.gate = quantized("gate", q, 0, s, i, h);
+  out.up = quantized("up", q, 2, s, i, h);
+  out.gate_t = quantized("gate_t", q, 4, s, h, i);
+  out.up_t = quantized("up_t", q, 6, s, h, i);
+  out.down_t = quantized("down_t", q, 8, s, i, h);
+  return out;
 }
 
 }  // namespace mok::torch_ops

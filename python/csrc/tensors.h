@@ -54,11 +54,14 @@ struct Sizes {
   throw Error(code, message);
 }
 
-// Of the device, shape and dtype; the device is that of the workspace.
+// Of the device, shape and dtype; `device` is that of the workspace.
 void check(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type,
-           const Sizes& s);
-bool on_device(const Tensor& t, const Sizes& s);
-std::string device_text(const Sizes& s);
+           int device);
+bool on_device(const Tensor& t, int device);
+std::string device_text(int device);
+// Scales of `count` matrices [rows, columns], as mok/quantize.h lays them out.
+void check_scales(const char* name, Precision precision, const Tensor& t, int64_t count,
+                  int64_t rows, int64_t columns, int device);
 // x [T, H], topk_ids [T, K], topk_weights [T, K]; returns T.
 int64_t check_tokens(const Tensor& x, const Tensor& ids, const Tensor& weights, const Sizes& s);
 void check_weights(const Weights& w, int64_t layout, const Sizes& s);
@@ -70,9 +73,19 @@ class Arguments {
   ConstMatrix matrix(const Tensor& t);      // [rows, columns]
   ConstStack stack(const Tensor& t);        // [experts, rows, columns]
   const void* contiguous(const Tensor& t);  // any shape
+  // Without the routed weights where the precision is quantised: those given stand for their shapes
+  // and gradients alone.
   LayerWeights weights(const Weights& w, int64_t layout, const Sizes& s);
+  ConstStack matrices(const Tensor& t);  // [rows, columns] or [count, rows, columns]
+  // Of forward: gate, up, down, each data and scales; backward's transposed ones may follow.
+  QuantizedWeights quantized_forward(const std::vector<Tensor>& q, const Sizes& s);
+  // Of backward: gate, up, gate_t, up_t, down_t, each data and scales.
+  QuantizedWeights quantized_backward(const std::vector<Tensor>& q, const Sizes& s);
 
  private:
+  QuantizedStack quantized(const char* name, const std::vector<Tensor>& q, size_t i, const Sizes& s,
+                           int64_t rows, int64_t columns);
+
   std::vector<Tensor> copies_;
 };
 

@@ -24,6 +24,7 @@ from mok.group import (
 )
 from mok.layer import MoELayer, Routing
 from mok.losses import load_balancing_loss, router_z_loss
+from mok.precision import QuantizedWeights, quantize_weights
 from mok.router import RouterConfig, expert_counts, route
 
 __version__ = library_version()
@@ -32,6 +33,7 @@ __all__ = [
     "Group",
     "MoELayer",
     "Options",
+    "QuantizedWeights",
     "RouterConfig",
     "Routing",
     "checkpoint_policy",
@@ -45,6 +47,7 @@ __all__ = [
     "moe",
     "new_group",
     "ops",
+    "quantize_weights",
     "reserve",
     "route",
     "router_z_loss",

@@ -5,10 +5,7 @@ from torch import Tensor
 
 from mok.autograd import DTYPES, _local
 
-_MXFP8 = (
-    "{}: MXFP8 weights (tuples of data and scale) are not supported yet; pass bf16 tensors "
-    "(mok.ops.mxfp8_dequantize makes them)"
-)
+FP8 = torch.float8_e4m3fn
 
 _NAMES = (
     "shared_gate_weights",
@@ -36,13 +33,65 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Weights:
-    """The six weights and the gate vector, checked; raises for those that do not fit."""
+# What a tuple of an MXFP8 weight holds, by its direction: data, scale, transposed data and scale.
+_NORMAL, _TRANSPOSED, _BOTH = (0, 1), (2, 3), (0, 1, 2, 3)
+FORWARD = (_NORMAL, _NORMAL, _NORMAL)  # of gate, up, down
+RECOMPUTE = (_NORMAL, _NORMAL)
+BACKWARD = (_BOTH, _BOTH, _TRANSPOSED)
+_PARTS = ("data", "scale", "data_T", "scale_T")
 
-    def __init__(self, workspace, shared, routed, gate_vector):
-        for name, weight in (*zip(_NAMES, shared), *zip(_NAMES[3:], routed)):  # noqa: B905
-            if isinstance(weight, tuple):
-                raise NotImplementedError(_MXFP8.format(name))
+
+def _mxfp8(workspace, routed: tuple, parts: tuple) -> tuple[list[Tensor], tuple]:
+    """The tensors in all tuples, in the operators' order, and what stands for bf16 weights."""
+    hidden = workspace.hidden_size
+    names = _NAMES[3:]
+    for name, weight, held in zip(names, routed, parts, strict=False):
+        if not isinstance(weight, tuple):
+            raise TypeError(f"{name}: {type(weight).__name__}, expected a tuple as the others are")
+        if len(weight) != len(held):
+            wanted = ", ".join(_PARTS[part] for part in held)
+            raise ValueError(f"{name}: a tuple of {len(weight)}, expected ({wanted})")
+    check_type(f"{names[0]}[0]", routed[0][0], Tensor)
+    if routed[0][0].dim() != 3:
+        shape = list(routed[0][0].shape)
+        raise ValueError(f"{names[0]}[0]: shape {shape}, expected [E_local, I, H]")
+    experts, inner, _ = routed[0][0].shape
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    pairs = {}  # by (transposed, weight)
+    stand_ins = []
+    for i, (name, weight, held) in enumerate(zip(names, routed, parts, strict=False)):
+        for place, part in enumerate(held):
+            rows, columns = shapes[i] if part < 2 else shapes[i][::-1]
+            full = f"{name}[{place}]"
+            if part % 2 == 0:
+                shape, letters, dtype = (experts, rows, columns), "[E_local, ...]", FP8
+            else:
+                shape = (experts * -(-rows // 128), -(-columns // 128), 32, 16)
+                letters, dtype = "scales", torch.uint8
+            wrong = _wrong(full, weight[place], shape, letters, dtype, workspace.device)
+            if wrong is not None:
+                raise wrong
+            pairs[part // 2, i, part % 2] = weight[place]
+        # Not read; the gradient has its shape and dtype.
+        one = weight[0].new_empty(1, dtype=torch.bfloat16)
+        stand_ins.append(one.expand(experts, *shapes[i]))
+    return [pairs[key] for key in sorted(pairs)], tuple(stand_ins)
+
+
+class Weights:
+    """The six weights and the gate vector, checked; raises for those that do not fit.
+
+    Attributes:
+        tensors: the seven, in the operators' order; MXFP8 weights: what stands for them.
+        precision: "mxfp8", or None: that of `dtype`.
+        quantized: what the operators take besides; empty unless MXFP8.
+    """
+
+    def __init__(self, workspace, shared, routed, gate_vector, parts):
+        self.precision, self.quantized = None, []
+        if any(isinstance(weight, tuple) for weight in routed):
+            self.precision = "mxfp8"
+            self.quantized, routed = _mxfp8(workspace, tuple(routed), parts)
         shared = tuple(_local(weight) for weight in shared)
         routed = tuple(_local(weight) for weight in routed)
         gate_vector = _local(gate_vector)

@@ -8,6 +8,8 @@ from torch import Tensor
 from mok import _library
 from mok.group import Group, _find_workspace, default_group
 from mok.ops import LAYOUTS
+from mok.precision import QUANTIZED, QuantizedWeights, checked_precision, for_backward
+from mok.precision import quantize_weights as _quantize_weights
 
 WEIGHT_NAMES = (
     "w_gate",
@@ -24,14 +26,22 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # ---- the formula -----------------------------------------------------------------------------
 
 
-def _gradients(d_y, arguments, main_grads, routing_hash, saved, workspace, layout, wanted):
-    """(d_x, d_topk_weights, seven of weights); None where not `wanted` or added to a main_grad."""
+def _gradients(ctx, d_y, tensors, wanted):
+    """(d_x, d_topk_weights, seven of weights); None where not `wanted` or added to a main_grad.
+
+    tensors: the ten arguments, five saved ones, and the quantised weights, if any.
+    """
+    arguments, saved, quantized = tensors[:10], tensors[10:15], tensors[15:]
+    main_grads = ctx.main_grads
     if d_y is None:  # the peers wait for this rank's part all the same
         d_y = torch.zeros_like(arguments[0])
     needs = 0
     for bit, want in enumerate(wanted):
         needs |= want << bit
-    operands = (d_y, *arguments, routing_hash, *saved, workspace, layout, needs)
+    operands = (
+        d_y, *arguments, ctx.routing_hash, *saved, ctx.workspace, ctx.layout, needs,
+        for_backward(quantized),
+    )  # fmt: skip
     if main_grads != (None,) * 7:
         if torch.is_grad_enabled():  # create_graph=True
             _no_second_derivative()
@@ -47,10 +57,10 @@ def _gradients(d_y, arguments, main_grads, routing_hash, saved, workspace, layou
 
 # Of the operator, for graphs and for whoever calls it.
 def _setup_context(ctx, inputs, output):
-    *tensors, workspace, _, layout = inputs
+    *tensors, workspace, _, layout, quantized = inputs
     arguments, main_grads = tensors[:10], tensors[10:]
     _, routing_hash, *saved = output
-    ctx.save_for_backward(*arguments, *saved)
+    ctx.save_for_backward(*arguments, *saved, *quantized)
     # These stay what they were at forward: main_grads may change between forward and backward, and
     # the hash must not be that of a recomputed forward (activation checkpointing).
     ctx.main_grads = tuple(main_grads)
@@ -62,14 +72,11 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, d_y, *_):
-    tensors = ctx.saved_tensors
+    tensors = ctx.saved_tensors  # once: under checkpointing they are computed again
     needs = ctx.needs_input_grad
     wanted = (needs[0], *needs[2:10])  # all but topk_ids
-    d_x, *others = _gradients(
-        d_y, tensors[:10], ctx.main_grads, ctx.routing_hash, tensors[10:], ctx.workspace,
-        ctx.layout, wanted,
-    )  # fmt: skip
-    return (d_x, None, *others, *(None,) * 10)
+    d_x, *others = _gradients(ctx, d_y, tensors, wanted)
+    return (d_x, None, *others, *(None,) * 10, [None] * len(tensors[15:]))
 
 
 def _no_second_derivative(*_):
@@ -84,26 +91,21 @@ class _MoE(torch.autograd.Function):
     """The same without the operator's own autograd, which costs tens of microseconds a call."""
 
     @staticmethod
-    def forward(ctx, workspace, saved_rows, layout, main_grads, *arguments):
+    def forward(ctx, workspace, saved_rows, layout, main_grads, quantized, *arguments):
         with torch._C._AutoDispatchBelowAutograd():
             y, ctx.routing_hash, *saved = torch.ops.mok.forward.default(
-                *arguments, *main_grads, workspace, saved_rows, layout
+                *arguments, *main_grads, workspace, saved_rows, layout, quantized
             )
-        ctx.save_for_backward(*arguments, *saved)
+        ctx.save_for_backward(*arguments, *saved, *quantized)
         ctx.main_grads, ctx.workspace, ctx.layout = main_grads, workspace, layout
         ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
     def backward(ctx, d_y):
-        tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        wanted = (needs[4], *needs[6:])
-        d_x, *others = _gradients(
-            d_y, tensors[:10], ctx.main_grads, ctx.routing_hash, tensors[10:], ctx.workspace,
-            ctx.layout, wanted,
-        )  # fmt: skip
-        return (None, None, None, None, d_x, None, *others)
+        d_x, *others = _gradients(ctx, d_y, ctx.saved_tensors, (needs[5], *needs[7:]))
+        return (None, None, None, None, None, d_x, None, *others)
 
 
 # Function.apply without its care for functorch, which costs as much as all the rest.
@@ -245,14 +247,17 @@ def moe(
     layout: str = "split",
     accumulate: bool = False,
     accumulate_from: tuple | None = None,
+    precision: str | None = None,
+    quantized: QuantizedWeights | None = None,
     group: Group | None = None,
 ) -> Tensor:
     """A mixture-of-experts layer without its router. Collective over the group, as is its backward.
 
     T tokens of this rank (any number, 0 included, up to the group's ``max_tokens``), K experts per
     token, E_local = E / R experts of I inner channels on this rank, a shared expert of I_s. The
-    dtype of the weights is the precision: bf16, fp32 or fp64. Under autocast x is converted to it,
-    and topk_weights to fp32; else they must fit.
+    dtype of the weights is the precision: bf16, fp32 or fp64; with bf16 weights ``precision`` may
+    ask for "mxfp8" or "fp8". Under autocast x is converted to the weights' dtype, and topk_weights
+    to fp32; else they must fit.
 
     Args:
         x: [T, H], of the weights' dtype.
@@ -271,6 +276,11 @@ def moe(
             for fp64; of the weight's shape), and autograd gets None for them.
         accumulate_from: with ``accumulate``, the seven weights whose ``main_grad`` is meant, where
             those given are converted copies.
+        precision: None: the weights' dtype; or "bf16", "mxfp8", "fp8", all of bf16 weights. In the
+            latter two the routed experts multiply FP8 numbers (docs/numerics.md, "Precisions"), and
+            gradients pass straight through the quantisation.
+        quantized: with them, :func:`mok.quantize_weights` of the weights, so that it is not done at
+            every call; only its values are multiplied then, so it must be of these weights.
         group: the EP group; default: that of :func:`mok.init`.
 
     Returns: y [T, H] of x's dtype. Gradients go to whatever requires them: x, topk_weights and
@@ -293,6 +303,12 @@ def moe(
         raise ValueError("w_shared_gate, w_shared_up, w_shared_down: give all three or none")
     if shared_gate_vector is not None and no_shared:
         raise ValueError("shared_gate_vector: given without a shared expert")
+
+    checked_precision(precision)
+    if quantized is not None and precision not in QUANTIZED:
+        raise ValueError(f"quantized: given, but precision is {precision!r}")
+    if quantized is not None and not isinstance(quantized, QuantizedWeights):
+        raise TypeError(f"quantized: {type(quantized).__name__}, expected mok.QuantizedWeights")
 
     weights = (
         w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector,
@@ -328,20 +344,23 @@ def moe(
     if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         key = (
             w_down.shape, topk, None if no_shared else w_shared_down.shape,
-            shared_gate_vector is None, swiglu_limit, dtype, capacity, device,
+            shared_gate_vector is None, swiglu_limit, dtype, capacity, device, precision,
         )  # fmt: skip
         one_device = all(
             [t is None or t.device == device for t in (x, topk_ids, topk_weights, *weights)]
         )
         found = group.found.get(key) if one_device else None
     if found is None:
-        found = _checked_workspace(weights, layout, topk, swiglu_limit, capacity, group)
+        found = _checked_workspace(weights, layout, topk, swiglu_limit, capacity, precision, group)
         wrong = _wrong_tokens(x, topk_ids, topk_weights, w_down, topk, group)
         if wrong is not None:
             _refuse(found[0], group, wrong)
         if key is not None:
             group.found[key] = found
     workspace, saved_rows = found
+    fp8 = []
+    if precision in QUANTIZED:
+        fp8 = list(quantized or _quantize_weights(precision, *weights[:3], layout=layout))
 
     differentiable = torch.is_grad_enabled() and (
         x.requires_grad
@@ -351,18 +370,20 @@ def moe(
     saved_rows = saved_rows if differentiable else 0
     if key is None:
         return torch.ops.mok.forward(
-            x, topk_ids, topk_weights, *weights, *main_grads, workspace, saved_rows, LAYOUTS[layout]
-        )[0]
+            x, topk_ids, topk_weights, *weights, *main_grads, workspace, saved_rows,
+            LAYOUTS[layout], fp8,
+        )[0]  # fmt: skip
     try:
         if differentiable:
             return _apply(
-                workspace, saved_rows, LAYOUTS[layout], main_grads, x, topk_ids, topk_weights,
-                *weights,
+                workspace, saved_rows, LAYOUTS[layout], main_grads, fp8, x, topk_ids,
+                topk_weights, *weights,
             )  # fmt: skip
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.mok.forward.default(
-                x, topk_ids, topk_weights, *weights, *main_grads, workspace, 0, LAYOUTS[layout]
-            )[0]
+                x, topk_ids, topk_weights, *weights, *main_grads, workspace, 0, LAYOUTS[layout],
+                fp8,
+            )[0]  # fmt: skip
     except ValueError:
         wrong = _wrong_weights(weights, layout)
         wrong = wrong or _wrong_tokens(x, topk_ids, topk_weights, w_down, topk, group)
@@ -371,7 +392,9 @@ def moe(
         raise
 
 
-def _checked_workspace(weights, layout: str, topk: int, swiglu_limit, capacity: int, group: Group):
+def _checked_workspace(
+    weights, layout: str, topk: int, swiglu_limit, capacity: int, precision, group: Group
+):
     """(handle, rows saved for backward).
 
     It is found by the weights, so that ranks whose tokens do not fit can say so to their peers.
@@ -379,6 +402,10 @@ def _checked_workspace(weights, layout: str, topk: int, swiglu_limit, capacity: 
     w_down, w_shared_down = weights[2], weights[5]
     if w_down.dtype not in DTYPES:
         raise TypeError(f"w_down: dtype {w_down.dtype}, expected one of {DTYPES}")
+    if precision is not None and w_down.dtype != torch.bfloat16:
+        raise TypeError(
+            f"w_down: dtype {w_down.dtype}, expected torch.bfloat16 for precision {precision}"
+        )
     if w_down.dim() != 3:
         raise ValueError(f"w_down: shape {list(w_down.shape)}, expected [E_local, H, I]")
     if swiglu_limit is not None and not swiglu_limit > 0:
@@ -391,4 +418,5 @@ def _checked_workspace(weights, layout: str, topk: int, swiglu_limit, capacity: 
     return _find_workspace(
         group.key, hidden, inner, local_experts * group.ranks, topk, shared_inner,
         weights[6] is not None, swiglu_limit, w_down.dtype, capacity, w_down.device,
+        precision,
     )  # fmt: skip

@@ -32,6 +32,9 @@ from torch import Tensor
 
 from mok import _library
 from mok._functional_checks import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
     Weights,
     check_integer,
     check_type,
@@ -102,11 +105,12 @@ class MoKWorkspace:
     def ranks(self) -> int:
         return self.group.ranks
 
-    def _core(self, dtype, local_experts, inner, shared_inner, gated, limit) -> tuple[int, int]:
+    def _core(self, weights: Weights, limit: float | None) -> tuple[int, int]:
         """(handle, rows saved for backward) of the core's workspace; made at the first call."""
         return _find_workspace(
-            self.group.key, self.hidden_size, inner, local_experts * self.ranks, self.topk,
-            shared_inner, gated, limit, dtype, self.num_local_tokens, self.device,
+            self.group.key, self.hidden_size, weights.inner, weights.experts * self.ranks,
+            self.topk, weights.shared_inner, weights.gated, limit, weights.dtype,
+            self.num_local_tokens, self.device, weights.precision,
         )  # fmt: skip
 
 
@@ -381,14 +385,14 @@ def forward(
     shared_gate_weights: Tensor | None,
     shared_up_weights: Tensor | None,
     shared_down_weights: Tensor | None,
-    routed_gate_weights: Tensor,
-    routed_up_weights: Tensor,
-    routed_down_weights: Tensor,
+    routed_gate_weights: Tensor | tuple,
+    routed_up_weights: Tensor | tuple,
+    routed_down_weights: Tensor | tuple,
     swiglu_limit: float | None = None,
     *,
     shared_gate_vector: Tensor | None = None,
 ) -> tuple[Tensor, MoKForwardContext]:
-    """The layer; differentiable where an argument requires a gradient.
+    """The layer; differentiable where an argument requires a gradient (not in MXFP8).
 
     Args:
         x: bf16 [T, H], T that of the schedule.
@@ -397,7 +401,9 @@ def forward(
             None, None, None: no shared expert.
         routed_gate_weights, routed_up_weights, routed_down_weights: [E_local, I, H],
             [E_local, I, H], [E_local, H, I], of x's dtype. Their dtype is the precision: bf16, or
-            fp32 and fp64 (CPU). Tuples (MXFP8) raise NotImplementedError.
+            fp32 and fp64 (CPU). MXFP8: a tuple (data, scale) each, what
+            :func:`mok.ops.mxfp8_quantize` returns first; all else is bf16 then. The caller
+            quantises, whenever the weights have changed.
         swiglu_limit: L of silu(min(g, L)) * clamp(u, -L, L); None = no limit.
         shared_gate_vector: [1, H]; the shared expert is scaled by sigmoid(x . vector).
 
@@ -406,20 +412,20 @@ def forward(
     _check_objects(config, workspace, schedule)
     weights = Weights(
         workspace, (shared_gate_weights, shared_up_weights, shared_down_weights),
-        (routed_gate_weights, routed_up_weights, routed_down_weights), shared_gate_vector,
+        (routed_gate_weights, routed_up_weights, routed_down_weights), shared_gate_vector, FORWARD,
     )  # fmt: skip
-    handle, saved_rows = workspace._core(
-        weights.dtype, weights.experts, weights.inner, weights.shared_inner, weights.gated,
-        checked_limit(swiglu_limit),
-    )  # fmt: skip
+    handle, saved_rows = workspace._core(weights, checked_limit(swiglu_limit))
     wrong = wrong_inputs(workspace, schedule, weights.dtype, x, router_weights, None)
     if wrong is None and router_weights is None:
         wrong = TypeError("router_weights: None, expected a tensor")
     if wrong is not None:
         _refuse(handle, workspace.group, wrong)
+    if weights.precision == "mxfp8":  # autograd would need what backward's tuples hold
+        x, router_weights = x.detach(), router_weights.detach()
+        weights.tensors = tuple(w if w is None else w.detach() for w in weights.tensors)
     y, routing_hash, *saved = torch.ops.mok.forward(
         x, schedule.top_experts, router_weights, *weights.tensors, *(None,) * 7, handle, saved_rows,
-        SPLIT,
+        SPLIT, weights.quantized,
     )  # fmt: skip
     return y, MoKForwardContext(routing_hash, tuple(saved))
 
@@ -431,20 +437,20 @@ def recompute_forward_context(
     x: Tensor,
     shared_gate_weights: Tensor | None,
     shared_up_weights: Tensor | None,
-    routed_gate_weights: Tensor,
-    routed_up_weights: Tensor,
+    routed_gate_weights: Tensor | tuple,
+    routed_up_weights: Tensor | tuple,
     swiglu_limit: float | None = None,
 ) -> MoKForwardContext:
     """A context for :func:`backward` where that of forward was not kept (checkpointing).
 
     Backward itself computes the activations again, with the same bits, so nothing is kept here and
-    no work is done. Arguments as of :func:`forward`.
+    no work is done. Arguments as of :func:`forward`; MXFP8 weights may be backward's tuples.
     """
     _check_objects(config, workspace, schedule)
-    weights = Weights(
-        workspace, (shared_gate_weights, shared_up_weights),
-        (routed_gate_weights, routed_up_weights), None,
-    )  # fmt: skip
+    routed = (routed_gate_weights, routed_up_weights)
+    if all(isinstance(weight, tuple) and len(weight) == 4 for weight in routed):
+        routed = tuple(weight[:2] for weight in routed)  # backward's tuples will do
+    weights = Weights(workspace, (shared_gate_weights, shared_up_weights), routed, None, RECOMPUTE)
     checked_limit(swiglu_limit)
     wrong = wrong_inputs(workspace, schedule, weights.dtype, x, None, None)
     if wrong is not None:
@@ -467,9 +473,9 @@ def backward(
     shared_gate_weights: Tensor | None,
     shared_up_weights: Tensor | None,
     shared_down_weights: Tensor | None,
-    routed_gate_weights: Tensor,
-    routed_up_weights: Tensor,
-    routed_down_weights: Tensor,
+    routed_gate_weights: Tensor | tuple,
+    routed_up_weights: Tensor | tuple,
+    routed_down_weights: Tensor | tuple,
     swiglu_limit: float | None = None,
     *,
     shared_gate_vector: Tensor | None = None,
@@ -480,6 +486,9 @@ def backward(
     Args:
         forward_context: of ``forward`` or :func:`recompute_forward_context`.
         grad_output: [T, H] of x's dtype.
+        routed_gate_weights, routed_up_weights, routed_down_weights: in MXFP8 (data, scale, data_T,
+            scale_T) for gate and up, all that :func:`mok.ops.mxfp8_quantize` returns, and (data_T,
+            scale_T) for down. Gradients are bf16, those of the values that were quantised.
         main_grads: as many tensors or None as there are weights, in the order of the arguments
             (the vector last, if given): fp32 of the weight's shape, to which the full fp32 sum is
             added; that weight's gradient is then None.
@@ -493,13 +502,10 @@ def backward(
     check_type("forward_context", forward_context, MoKForwardContext)
     weights = Weights(
         workspace, (shared_gate_weights, shared_up_weights, shared_down_weights),
-        (routed_gate_weights, routed_up_weights, routed_down_weights), shared_gate_vector,
+        (routed_gate_weights, routed_up_weights, routed_down_weights), shared_gate_vector, BACKWARD,
     )  # fmt: skip
     targets = checked_main_grads(weights, main_grads, workspace.device)
-    handle, _ = workspace._core(
-        weights.dtype, weights.experts, weights.inner, weights.shared_inner, weights.gated,
-        checked_limit(swiglu_limit),
-    )  # fmt: skip
+    handle, _ = workspace._core(weights, checked_limit(swiglu_limit))
     wrong = wrong_inputs(workspace, schedule, weights.dtype, x, router_weights, grad_output)
     if wrong is None and (router_weights is None or grad_output is None):
         name = "router_weights" if router_weights is None else "grad_output"
@@ -513,6 +519,7 @@ def backward(
         operands = (
             grad_output, x, schedule.top_experts, router_weights, *weights.tensors,
             forward_context.routing_hash, *forward_context.saved, handle, SPLIT, needs,
+            weights.quantized,
         )  # fmt: skip
         if any(target is not None for target in targets):
             grads = torch.ops.mok.backward_accumulate(*operands, *targets)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from mok import _library, _symmetric
+from mok.precision import QUANTIZED
 
-_PRECISIONS = {torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
+_PRECISIONS = {torch.bfloat16: 0, torch.float32: 1, torch.float64: 2, "mxfp8": 3, "fp8": 4}
 
 
 def _check_integer(name: str, value, least: int, optional: bool = False) -> None:
@@ -67,7 +68,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a workspace is made for (mok::LayerShape and a storage type)."""
+    """What a workspace is made for (mok::LayerShape and a precision)."""
 
     hidden: int
     intermediate: int
@@ -76,7 +77,7 @@ class Shape:
     shared_intermediate: int
     shared_gate: bool
     swiglu_limit: float | None
-    dtype: torch.dtype
+    precision: torch.dtype | str  # the weights' dtype, or "mxfp8" or "fp8"
 
 
 class Group:
@@ -198,7 +199,7 @@ class Group:
             shared_intermediate=shape.shared_intermediate,
             shared_gate=int(shape.shared_gate),
             swiglu_limit=math.inf if shape.swiglu_limit is None else shape.swiglu_limit,
-            precision=_PRECISIONS[shape.dtype],
+            precision=_PRECISIONS[shape.precision],
             max_tokens=capacity,
             ring_rows=options.ring_rows,
             minibatch_rows=options.minibatch_rows,
@@ -227,9 +228,11 @@ class Group:
 
             def size():
                 _library.check_gpu(device.index)
-                if shape.dtype != torch.bfloat16:
+                if shape.precision in QUANTIZED:
+                    raise NotImplementedError(f"precision: {shape.precision} is not there on GPUs")
+                if shape.precision != torch.bfloat16:
                     raise TypeError(
-                        f"w_down: dtype {shape.dtype}; on a GPU the layer computes in "
+                        f"w_down: dtype {shape.precision}; on a GPU the layer computes in "
                         "torch.bfloat16 (MoELayer's compute_dtype converts weights)"
                     )
                 return _library.symmetric_bytes(self._handle, request)
@@ -284,11 +287,13 @@ def _find_workspace(
     dtype: torch.dtype,
     capacity: int,
     device: torch.device,
+    precision: str | None = None,
 ) -> tuple[int, int]:
     """(handle, rows saved for backward). While a graph is traced, its arguments are constants."""
     shape = Shape(
-        hidden, intermediate, experts, topk, shared_intermediate, shared_gate, swiglu_limit, dtype
-    )
+        hidden, intermediate, experts, topk, shared_intermediate, shared_gate, swiglu_limit,
+        precision if precision in QUANTIZED else dtype,
+    )  # fmt: skip
     return _groups[key]._workspace(shape, capacity, device)
 
 

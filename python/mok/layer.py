@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mok.autograd import DTYPES, moe
+from mok.autograd import DTYPES, _local, moe
 from mok.group import Group, default_group
 from mok.models import preset
 from mok.ops import LAYOUTS
+from mok.precision import QUANTIZED, QuantizedWeights, checked_precision, quantize_weights
 from mok.router import RouterConfig, expert_counts, route
 
 
@@ -49,6 +50,10 @@ class MoELayer(nn.Module):
         accumulate_into_main_grad: see ``accumulate`` of :func:`mok.moe`.
         compute_dtype: the experts' weights are converted to it at each call; None: they are used as
             they are.
+        precision: None: the weights' dtype; or "bf16", "mxfp8", "fp8", all of bf16 weights; see
+            :func:`mok.moe`. The FP8 weights are kept, and made anew when PyTorch's version counter
+            says that a parameter has changed (under torch.compile: at each call). It does not see
+            writes through ``parameter.data``: call :meth:`requantize` after those.
         group: the EP group; default: that of :func:`mok.init`.
         device, dtype: of the experts' weights (bf16, fp32 or fp64).
 
@@ -70,6 +75,7 @@ class MoELayer(nn.Module):
         layout: str = "split",
         accumulate_into_main_grad: bool = False,
         compute_dtype: torch.dtype | None = None,
+        precision: str | None = None,
         group: Group | None = None,
         device=None,
         dtype: torch.dtype | None = None,
@@ -130,6 +136,11 @@ class MoELayer(nn.Module):
         dtype = dtype or torch.get_default_dtype()
         if dtype not in DTYPES:
             raise TypeError(f"dtype: the default, {dtype}, is none of {DTYPES}")
+        if checked_precision(precision) and (compute_dtype or dtype) != torch.bfloat16:
+            raise ValueError(
+                f"precision: {precision} is of bf16 weights, not {compute_dtype or dtype}; give "
+                "dtype or compute_dtype torch.bfloat16"
+            )
         self.group = group
         self.hidden, self.intermediate, self.experts, self.topk = (
             hidden,
@@ -143,6 +154,8 @@ class MoELayer(nn.Module):
         self.layout = layout
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.compute_dtype = compute_dtype
+        self.precision = precision
+        self._quantized = None  # (what the parameters were, their FP8 form)
 
         def parameter(*shape, dtype=dtype):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -298,7 +311,7 @@ class MoELayer(nn.Module):
         y = moe(
             flat, ids, weights, *tensors, swiglu_limit=self.swiglu_limit, layout=self.layout,
             accumulate=self.accumulate_into_main_grad, accumulate_from=parameters,
-            group=self.group,
+            precision=self.precision, quantized=self._quantized_weights(tensors), group=self.group,
         ).view(x.shape)  # fmt: skip
         if not return_routing:
             return y
@@ -307,6 +320,23 @@ class MoELayer(nn.Module):
             logits = logits.view(*lead, self.experts)
             scores = scores.view(*lead, self.experts)
         return y, Routing(logits, scores, counts, ids.view(*lead, -1), weights.view(*lead, -1))
+
+    def requantize(self) -> None:
+        """Forgets the FP8 weights; the next call makes them anew."""
+        self._quantized = None
+
+    def _quantized_weights(self, tensors: tuple) -> QuantizedWeights | None:
+        """Of the weights that are multiplied; those kept, unless a parameter has changed."""
+        if self.precision not in QUANTIZED or torch.compiler.is_compiling():
+            return None  # moe quantises
+        with torch.no_grad():
+            parameters = [_local(p) for p in self.expert_parameters()]
+            state = [(p.data_ptr(), p._version) for p in parameters]
+            if self._quantized is None or self._quantized[0] != state:
+                weights = [None if w is None else _local(w) for w in tensors[:3]]
+                fp8 = quantize_weights(self.precision, *weights, layout=self.layout)
+                self._quantized = state, fp8
+        return self._quantized[1]
 
     def router_logits(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """x [T, H] -> logits [T, E], in fp32 (fp64 for fp64) under autocast too."""
@@ -322,4 +352,6 @@ class MoELayer(nn.Module):
             text += f", shared_intermediate={self.shared_intermediate}"
         if self.router is not None:
             text += f", scoring={self.router.scoring}"
+        if self.precision is not None:
+            text += f", precision={self.precision}"
         return text

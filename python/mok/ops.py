@@ -1,4 +1,4 @@
-"""The operators of libmok_torch.so: fake kernels, the choice of experts, and MXFP8.
+"""The operators of libmok_torch.so: fake kernels, the choice of experts, and FP8.
 
 ``torch.ops.mok.forward``, ``backward`` and ``backward_accumulate`` are defined in C++ and known
 here by their outputs' shapes alone, so that they trace with symbolic T. They keep no Python state:
@@ -18,7 +18,7 @@ LAYOUTS = {"split": SPLIT, "stacked": STACKED, "interleaved": INTERLEAVED}
 def _forward_fake(
     x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
     shared_gate_vector, main_gate, main_up, main_down, main_shared_gate, main_shared_up,
-    main_shared_down, main_shared_gate_vector, workspace, saved_rows, layout,
+    main_shared_down, main_shared_gate_vector, workspace, saved_rows, layout, quantized,
 ):  # fmt: skip
     tokens, hidden = x.shape
     inner = w_down.shape[2]
@@ -51,7 +51,7 @@ def _backward_shapes(x, topk_weights, weights, needs, main_grads):
 def _backward_fake(
     d_y, x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
     shared_gate_vector, routing_hash, saved_gate, saved_up, saved_shared_gate, saved_shared_up,
-    saved_shared_out, workspace, layout, needs,
+    saved_shared_out, workspace, layout, needs, quantized,
 ):  # fmt: skip
     weights = (w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector)
     return _backward_shapes(x, topk_weights, weights, needs, (None,) * 7)
@@ -61,8 +61,8 @@ def _backward_fake(
 def _backward_accumulate_fake(
     d_y, x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
     shared_gate_vector, routing_hash, saved_gate, saved_up, saved_shared_gate, saved_shared_up,
-    saved_shared_out, workspace, layout, needs, main_gate, main_up, main_down, main_shared_gate,
-    main_shared_up, main_shared_down, main_shared_gate_vector,
+    saved_shared_out, workspace, layout, needs, quantized, main_gate, main_up, main_down,
+    main_shared_gate, main_shared_up, main_shared_down, main_shared_gate_vector,
 ):  # fmt: skip
     weights = (w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector)
     main_grads = (
@@ -77,32 +77,42 @@ def _routing_hash_fake(topk_ids):
     return topk_ids.new_empty((1,), dtype=torch.int64)
 
 
-# ---- MXFP8 -----------------------------------------------------------------------------------
+# ---- FP8 -------------------------------------------------------------------------------------
 
 
 def _tiles(size):
     return (size + 127) // 128
 
 
-@torch.library.register_fake("mok::mxfp8_quantize")
-def _mxfp8_quantize_fake(x_bf16, return_normal, return_transposed):
-    *count, rows, columns = x_bf16.shape
-    experts = count[0] if count else 1
-
-    def pair(rows, columns):
-        return (
-            x_bf16.new_empty((*count, rows, columns), dtype=torch.float8_e4m3fn),
-            x_bf16.new_empty((experts * _tiles(rows), _tiles(columns), 32, 16), dtype=torch.uint8),
-        )
-
-    normal = pair(rows, columns) if return_normal else (None, None)
-    transposed = pair(columns, rows) if return_transposed else (None, None)
-    return (*normal, *transposed)
+def _scales_shape(shape, in_tile: tuple) -> list:
+    """Of [M, N] or [E, M, N]: a place for each tile of 128 x 128, of the shape `in_tile`."""
+    *count, rows, columns = shape
+    return [(count[0] if count else 1) * _tiles(rows), _tiles(columns), *in_tile]
 
 
-@torch.library.register_fake("mok::mxfp8_dequantize")
-def _mxfp8_dequantize_fake(x_fp8, x_sc):
-    return x_fp8.new_empty(x_fp8.shape, dtype=torch.bfloat16)
+def _register_fakes(name: str, in_tile: tuple) -> None:
+    @torch.library.register_fake(f"mok::{name}_quantize")
+    def quantize(x_bf16, return_normal, return_transposed):
+        *count, rows, columns = x_bf16.shape
+
+        def pair(*shape):
+            return (
+                x_bf16.new_empty(shape, dtype=torch.float8_e4m3fn),
+                x_bf16.new_empty(_scales_shape(shape, in_tile), dtype=torch.uint8),
+            )
+
+        normal = pair(*count, rows, columns) if return_normal else (None, None)
+        transposed = pair(*count, columns, rows) if return_transposed else (None, None)
+        return (*normal, *transposed)
+
+    @torch.library.register_fake(f"mok::{name}_dequantize")
+    def dequantize(x_fp8, x_sc):
+        return x_fp8.new_empty(x_fp8.shape, dtype=torch.bfloat16)
+
+
+_MX_TILE, _FP8_TILE = (32, 16), ()
+_register_fakes("mxfp8", _MX_TILE)
+_register_fakes("fp8", _FP8_TILE)
 
 
 def _check_matrices(name: str, value, dtype: torch.dtype) -> None:
@@ -113,6 +123,24 @@ def _check_matrices(name: str, value, dtype: torch.dtype) -> None:
     if value.dim() not in (2, 3):
         raise ValueError(f"{name}: shape {list(value.shape)}, expected [M, N] or [E, M, N]")
     _library.check_device(name, value.device, ("cpu",))
+
+
+def _check_quantize(x_bf16, return_normal, return_transposed) -> None:
+    _check_matrices("x_bf16", x_bf16, torch.bfloat16)
+    for name, value in (("return_normal", return_normal), ("return_transposed", return_transposed)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {value!r} is not a bool")
+
+
+def _check_dequantize(x_fp8, x_sc, in_tile: tuple) -> None:
+    _check_matrices("x_fp8", x_fp8, torch.float8_e4m3fn)
+    if not isinstance(x_sc, Tensor):
+        raise TypeError(f"x_sc: a tensor is needed, not {type(x_sc).__name__}")
+    if x_sc.dtype != torch.uint8:
+        raise ValueError(f"x_sc: dtype {x_sc.dtype}, expected torch.uint8")
+    expected = _scales_shape(x_fp8.shape, in_tile)
+    if list(x_sc.shape) != expected:
+        raise ValueError(f"x_sc: shape {list(x_sc.shape)}, expected {expected}")
 
 
 def mxfp8_quantize(
@@ -141,10 +169,7 @@ def mxfp8_quantize(
         TypeError: an argument of a wrong Python type.
         ValueError: a wrong dtype, shape or device.
     """
-    _check_matrices("x_bf16", x_bf16, torch.bfloat16)
-    for name, value in (("return_normal", return_normal), ("return_transposed", return_transposed)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: {value!r} is not a bool")
+    _check_quantize(x_bf16, return_normal, return_transposed)
     return torch.ops.mok.mxfp8_quantize(x_bf16.detach(), return_normal, return_transposed)
 
 
@@ -159,16 +184,29 @@ def mxfp8_dequantize(x_fp8: Tensor, x_sc: Tensor) -> Tensor:
 
     Raises: as :func:`mxfp8_quantize`.
     """
-    _check_matrices("x_fp8", x_fp8, torch.float8_e4m3fn)
-    if not isinstance(x_sc, Tensor):
-        raise TypeError(f"x_sc: a tensor is needed, not {type(x_sc).__name__}")
-    if x_sc.dtype != torch.uint8:
-        raise ValueError(f"x_sc: dtype {x_sc.dtype}, expected torch.uint8")
-    *count, rows, columns = x_fp8.shape
-    expected = [(count[0] if count else 1) * _tiles(rows), _tiles(columns), 32, 16]
-    if list(x_sc.shape) != expected:
-        raise ValueError(f"x_sc: shape {list(x_sc.shape)}, expected {expected}")
+    _check_dequantize(x_fp8, x_sc, _MX_TILE)
     return torch.ops.mok.mxfp8_dequantize(x_fp8, x_sc)
+
+
+def fp8_quantize(
+    x_bf16: Tensor, return_normal: bool, return_transposed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """bf16 -> E4M3 in blocks of 128 x 128 with E8M0 scales: the weights of precision fp8.
+
+    Numbers, arguments and errors as of :func:`mxfp8_quantize`; both forms have the same codes.
+
+    Returns: (x_fp8, x_sc, x_fp8_t, x_sc_t), None where not asked for.
+        x_fp8, x_fp8_t: float8_e4m3fn [M, N] and [N, M], or with E before.
+        x_sc, x_sc_t: uint8 [E * ceil(M / 128), ceil(N / 128)], [E * ceil(N / 128), ceil(M / 128)].
+    """
+    _check_quantize(x_bf16, return_normal, return_transposed)
+    return torch.ops.mok.fp8_quantize(x_bf16.detach(), return_normal, return_transposed)
+
+
+def fp8_dequantize(x_fp8: Tensor, x_sc: Tensor) -> Tensor:
+    """The inverse of :func:`fp8_quantize`, as :func:`mxfp8_dequantize`."""
+    _check_dequantize(x_fp8, x_sc, _FP8_TILE)
+    return torch.ops.mok.fp8_dequantize(x_fp8, x_sc)
 
 
 # ---- the choice of experts -------------------------------------------------------------------

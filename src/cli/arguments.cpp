@@ -48,8 +48,8 @@ void Arguments::add_problem(CLI::App& app) {
   app.add_option("--routing", routing, "uniform, zipf:A, one-expert, none, file:IDS.npy")
       ->type_name("KIND");
   app.add_option("--seed", seed_, "of inputs and routing")->type_name("S");
-  app.add_option("--precision", precision_, "bf16, fp32 or fp64")
-      ->check(CLI::IsMember({"bf16", "fp32", "fp64"}))
+  app.add_option("--precision", precision_, "bf16, mxfp8, fp8, fp32 or fp64")
+      ->check(CLI::IsMember({"bf16", "mxfp8", "fp8", "fp32", "fp64"}))
       ->type_name("P");
   app.add_option("--pass", pass, "forward or both (default: both; mok bench: forward)")
       ->check(CLI::IsMember({"forward", "both"}))
@@ -180,9 +180,10 @@ Spec Arguments::spec(Use use) const {
   const auto [stop, error] = std::from_chars(seed_.data(), seed_end, spec.seed);
   require(error == std::errc() && stop == seed_end, "--seed",
           "'" + seed_ + "' is not an integer of 64 bits without a sign");
-  spec.precision = precision_ == "bf16"   ? Precision::bf16
-                   : precision_ == "fp32" ? Precision::fp32
-                                          : Precision::fp64;
+  for (const Precision p :
+       {Precision::bf16, Precision::fp32, Precision::fp64, Precision::mxfp8, Precision::fp8}) {
+    if (precision_ == to_string(p)) spec.precision = p;
+  }
   spec.backward = pass != "forward";
 
   const auto range = [](const char* option, int64_t value, int64_t least, int64_t above = 1 << 30) {
@@ -206,8 +207,8 @@ Spec Arguments::spec(Use use) const {
   spec.grads = grads == "bf16"         ? GradMode::storage
                : grads == "accumulate" ? GradMode::accumulate
                                        : GradMode::sum;
-  require(spec.grads != GradMode::storage || spec.precision == Precision::bf16, "--grads",
-          "bf16 goes with --precision bf16 only");
+  require(spec.grads != GradMode::storage || storage_type(spec.precision) == Precision::bf16,
+          "--grads", "bf16 does not go with --precision fp32 or fp64");
   spec.sm_reserve = static_cast<int>(range("--sm-reserve", sm_reserve_, 0, 1024));
   spec.comm_blocks = static_cast<int>(range("--comm-blocks", comm_blocks_, 0, 1024));
   choose_device(spec);

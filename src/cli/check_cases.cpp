@@ -146,6 +146,23 @@ std::vector<CheckCase> check_cases() {
        {50, 33, 1},
        "uniform",
        Precision::fp64});
+  // Quantised: sizes with partial blocks, the same problem at several splits, refills, holes.
+  for (const Precision p : {Precision::mxfp8, Precision::fp8}) {
+    const std::string name = p == Precision::mxfp8 ? "mxfp8" : "fp8";
+    add({name, shape(160, 96, 8, 2, 64, true), {100, 70}, "uniform", p});
+    add({name + ", odd sizes", shape(137, 203, 6, 3, 11, false, 1), {50, 33, 1}, "uniform", p});
+    add({name + ", holes", plain, {90, 60}, "holes", p});
+    const auto in_group = [&](const char* what, std::vector<int64_t> tokens, int64_t ring,
+                              int64_t minibatch, int64_t saved, bool processes) {
+      add({name + what, split, std::move(tokens), "zipf:1.2", p, ring, minibatch, saved, processes,
+           name + " split"});
+    };
+    in_group(", 1 rank", {480}, 0, 4096, -1, false);
+    in_group(", 2 ranks, refills", {100, 380}, 512, 256, -1, false);
+    in_group(", 2 ranks, nothing saved", {240, 240}, 512, 128, 0, false);
+    in_group(", 4 ranks, one empty", {200, 0, 150, 130}, 256, 128, 300, false);
+    in_group(", 2 ranks, processes", {240, 240}, 0, 4096, -1, true);
+  }
   return all;
 }
 

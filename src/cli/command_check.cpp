@@ -80,7 +80,7 @@ Line run_case(const CheckCase& c, Spec spec, std::map<std::string, std::string>&
   double worst = 0;  // as a share of the tolerance
   std::string failed;
   for (const CheckedTensor& t : checked) {
-    worst = std::max(worst, t.scaled_err / t.tolerance);
+    worst = std::max({worst, t.scaled_err / t.tolerance, t.whole_err / t.whole_tolerance});
     if (!t.pass) failed += std::string(" ") + to_string(t.out);
   }
   char text[64];

@@ -1,5 +1,6 @@
 // mok run: one problem, its digests, its errors against the oracle, its times.
 #include <cinttypes>
+#include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <memory>
@@ -66,6 +67,11 @@ Json to_json(const Report& report) {
       check["max_rel_err"][to_string(c.out)] = c.max_rel_err;
       check["scaled_err"][to_string(c.out)] = c.scaled_err;
       check["tolerance"][to_string(c.out)] = c.tolerance;
+      if (!is_quantized(spec.precision)) continue;
+      check["whole_err"][to_string(c.out)] = c.whole_err;
+      if (std::isfinite(c.whole_tolerance)) {
+        check["whole_tolerance"][to_string(c.out)] = c.whole_tolerance;
+      }
     }
     check["pass"] = all_pass(*report.checked);
   }
@@ -73,6 +79,7 @@ Json to_json(const Report& report) {
   j["repeat_same_bits"] = report.outcome.changed.empty();
   j["time_ms"]["forward"] = report.forward_ms;
   if (spec.backward) j["time_ms"]["backward"] = report.backward_ms;
+  if (is_quantized(spec.precision)) j["time_ms"]["quantize_weights"] = report.outcome.quantize_ms;
   j["memory_bytes"] = report.memory_bytes;
   return j;
 }
@@ -111,15 +118,24 @@ void print_text(const Report& report) {
     std::printf("digest  %-16s %s\n", to_string(out), text.c_str());
   }
   if (report.checked) {
-    std::printf("\n        %-16s %12s %12s %12s\n", "", "max_rel_err", "scaled_err", "tolerance");
+    const bool whole = is_quantized(spec.precision);
+    std::printf("\n        %-16s %12s %12s %12s%s\n", "", "max_rel_err", "scaled_err", "tolerance",
+                whole ? "    whole_err    tolerance" : "");
     for (const CheckedTensor& c : *report.checked) {
-      std::printf("check   %-16s %12.3e %12.3e %12.3e  %s\n", to_string(c.out), c.max_rel_err,
-                  c.scaled_err, c.tolerance, c.pass ? "pass" : "FAIL");
+      char of_whole[40] = "";
+      if (whole) {
+        std::snprintf(of_whole, sizeof of_whole, " %12.3e %12.3e", c.whole_err, c.whole_tolerance);
+      }
+      std::printf("check   %-16s %12.3e %12.3e %12.3e%s  %s\n", to_string(c.out), c.max_rel_err,
+                  c.scaled_err, c.tolerance, of_whole, c.pass ? "pass" : "FAIL");
     }
   }
   std::printf("\nforward %.3f ms", report.forward_ms);
   if (spec.backward) std::printf(", backward %.3f ms", report.backward_ms);
   if (spec.repeat > 1) std::printf(" (median of %d)", spec.repeat);
+  if (is_quantized(spec.precision)) {
+    std::printf(", weights quantised in %.3f ms", report.outcome.quantize_ms);
+  }
   std::printf(", workspace %.1f MiB a rank\n", static_cast<double>(report.memory_bytes) / 0x1p20);
   if (!report.outcome.changed.empty()) std::printf("FAIL    %s\n", report.outcome.changed.c_str());
 }

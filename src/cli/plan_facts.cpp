@@ -53,7 +53,8 @@ Links links(const Spec& spec, const Plans& plans, const std::vector<int>& place)
     const bool wanted = p.g.wanted.d_gate || p.g.wanted.d_up;
     const bool recomputes = !forward && plan::saved_minibatches(p) < p.s.minibatches;
     const bool x = forward || wanted || recomputes;
-    const int64_t fetched = (x ? row : 0) + (forward ? 0 : row);
+    const int64_t wire = p.g.wire_row_bytes(static_cast<int>(element));
+    const int64_t fetched = (x ? wire : 0) + (forward ? 0 : wire);
     const int32_t minibatch_rows = p.g.minibatch_tiles * plan::kTileRows;
     for (int m = 0; m < p.s.minibatches; ++m) {
       for (int32_t i = 0; i < p.s.fetch_count[m]; ++i) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "mok/quantize.h"
+
 namespace mok::cli {
 
 using problem::Problem;
@@ -91,7 +93,38 @@ WeightInputs make_weights(const Spec& spec, const Problem& problem, int rank, in
   return w;
 }
 
-LayerWeights views(const LayerShape& s, const WeightInputs& w) {
+int64_t QuantizedInputs::bytes() const {
+  int64_t sum = 0;
+  for (const Stack* s : {&gate, &up, &down}) {
+    sum += s->data.bytes() + s->scales.bytes() + s->data_t.bytes() + s->scales_t.bytes();
+  }
+  return sum;
+}
+
+QuantizedInputs quantize(const Spec& spec, const WeightInputs& weights, int threads) {
+  const LayerShape& shape = spec.shape;
+  const int64_t experts = spec.experts_local();
+  const auto make_stack = [&](const Memory& from, int64_t rows, int64_t columns) {
+    const int64_t scales = scale_bytes(spec.precision, rows, columns);
+    const int64_t scales_t = scale_bytes(spec.precision, columns, rows);
+    const int64_t size = rows * columns;
+    QuantizedInputs::Stack s{Memory(experts * size), Memory(experts * scales),
+                             Memory(experts * size), Memory(experts * scales_t)};
+    in_pieces(0, experts, threads, [&](int64_t begin, int64_t end) {
+      quantize_weights(
+          spec.precision, {from.data() + begin * size * 2, size, columns}, end - begin, rows,
+          columns,
+          {s.data.data() + begin * size, s.scales.as<uint8_t>() + begin * scales,
+           s.data_t.data() + begin * size, s.scales_t.as<uint8_t>() + begin * scales_t});
+    });
+    return s;
+  };
+  return {make_stack(weights.gate, shape.intermediate, shape.hidden),
+          make_stack(weights.up, shape.intermediate, shape.hidden),
+          make_stack(weights.down, shape.hidden, shape.intermediate)};
+}
+
+LayerWeights views(const LayerShape& s, const WeightInputs& w, const QuantizedInputs& q) {
   const int64_t h = s.hidden, i = s.intermediate, shared = s.shared_intermediate;
   LayerWeights out;
   out.gate = {w.gate.data(), i * h, h};
@@ -101,6 +134,14 @@ LayerWeights views(const LayerShape& s, const WeightInputs& w) {
   out.shared_up_proj = {w.shared_up.data(), h};
   out.shared_down_proj = {w.shared_down.data(), shared};
   out.shared_gate_vector = w.shared_vector.data();
+  const auto normal = [](const QuantizedInputs::Stack& stack) {
+    return QuantizedStack{stack.data.data(), stack.scales.as<uint8_t>()};
+  };
+  const auto transposed = [](const QuantizedInputs::Stack& stack) {
+    return QuantizedStack{stack.data_t.data(), stack.scales_t.as<uint8_t>()};
+  };
+  out.quantized = {normal(q.gate),     normal(q.up),     normal(q.down),
+                   transposed(q.gate), transposed(q.up), transposed(q.down)};
   return out;
 }
 

@@ -24,6 +24,15 @@ struct WeightInputs {
   Memory gate, up, down, shared_gate, shared_up, shared_down, shared_vector;
 };
 
+// The routed weights in FP8, of a quantised precision.
+struct QuantizedInputs {
+  struct Stack {
+    Memory data, scales, data_t, scales_t;
+  };
+  Stack gate, up, down;
+  int64_t bytes() const;
+};
+
 std::vector<Slice> token_slices(const Spec& spec, int rank);   // x and d_y
 std::vector<Slice> weight_slices(const Spec& spec, int rank);  // in the order of WeightInputs
 int64_t slice_bytes(const problem::Problem& problem, const Slice& slice, Precision precision);
@@ -33,6 +42,10 @@ TokenInputs make_tokens(const Spec& spec, const problem::Problem& problem, int r
 WeightInputs make_weights(const Spec& spec, const problem::Problem& problem, int rank, int threads,
                           const std::function<void()>& step);
 
-LayerWeights views(const LayerShape& shape, const WeightInputs& weights);
+// From the bf16 weights; experts are shared out among `threads`.
+QuantizedInputs quantize(const Spec& spec, const WeightInputs& weights, int threads);
+
+LayerWeights views(const LayerShape& shape, const WeightInputs& weights,
+                   const QuantizedInputs& quantized);
 
 }  // namespace mok::cli

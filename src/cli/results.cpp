@@ -1,6 +1,7 @@
 #include "cli/results.h"
 
 #include <algorithm>
+#include <array>
 
 #include "problem/compare.h"
 #include "problem/digest.h"
@@ -20,12 +21,13 @@ Extent extent(const Spec& spec, int rank, Out out) {
   const int64_t tokens = spec.tokens[rank], h = s.hidden, i = s.intermediate;
   const int64_t shared = s.shared_intermediate, experts = spec.experts_local();
   const Precision scalar = spec.precision == Precision::fp64 ? Precision::fp64 : Precision::fp32;
-  const Precision grad = spec.grads == GradMode::storage ? spec.precision : scalar;
+  const Precision storage = storage_type(spec.precision);
+  const Precision grad = spec.grads == GradMode::storage ? storage : scalar;
   if (!spec.backward && out != Out::y) return {};
   switch (out) {
     case Out::y:
     case Out::d_x:
-      return {1, tokens, h, spec.precision};
+      return {1, tokens, h, storage};
     case Out::d_topk_weights:
       return {1, tokens, s.topk, scalar};
     case Out::d_w_gate:
@@ -98,18 +100,24 @@ class Checker {
   std::vector<CheckedTensor> results() const {
     const problem::Tolerances t =
         problem::tolerances(spec_.shape, spec_.precision, spec_.global_tokens());
-    const double limits[kOuts] = {
-        t.y,        t.d_x,         t.d_topk_weights, t.d_w_gate_up, t.d_w_gate_up,
-        t.d_w_down, t.d_w_gate_up, t.d_w_gate_up,    t.d_w_down,    t.d_shared_vector};
+    const problem::Tolerances whole =
+        problem::whole_tolerances(spec_.shape, spec_.precision, spec_.global_tokens());
+    const auto by_out = [](const problem::Tolerances& v) {
+      return std::array<double, kOuts>{
+          v.y,        v.d_x,         v.d_topk_weights, v.d_w_gate_up, v.d_w_gate_up,
+          v.d_w_down, v.d_w_gate_up, v.d_w_gate_up,    v.d_w_down,    v.d_shared_vector};
+    };
+    const std::array<double, kOuts> limits = by_out(t), whole_limits = by_out(whole);
     // The oracle's gradients are sums: rounding one to bf16 moves it by up to half an ulp.
     const double rounding = spec_.grads == GradMode::storage ? 0x1p-8 : 0;
     std::vector<CheckedTensor> out;
     for (int i = 0; i < kOuts; ++i) {
       if (!met_[i]) continue;
       const problem::Difference& d = worst_[i];
-      const double limit = limits[i] + (is_weight_grad(static_cast<Out>(i)) ? rounding : 0);
-      out.push_back(
-          {static_cast<Out>(i), d.max_rel_err, d.scaled_err, limit, d.scaled_err <= limit});
+      const double more = is_weight_grad(static_cast<Out>(i)) ? rounding : 0;
+      const double limit = limits[i] + more, whole_limit = whole_limits[i] + more;
+      out.push_back({static_cast<Out>(i), d.max_rel_err, d.scaled_err, limit, d.whole_err(),
+                     whole_limit, d.scaled_err <= limit && d.whole_err() <= whole_limit});
     }
     return out;
   }

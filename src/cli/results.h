@@ -47,6 +47,7 @@ using Outputs = std::array<Memory, kOuts>;
 struct Outcome {
   std::vector<Outputs> outputs;                 // of each rank
   std::vector<double> forward_ms, backward_ms;  // of each timed call: the slowest rank's
+  double quantize_ms = 0;                       // of the weights, once; the slowest rank's
   std::vector<int64_t> memory_bytes;            // of each rank: the workspace
   std::vector<int64_t> tensor_bytes;            // of each rank: inputs, weights, outputs
   std::string changed;                          // not empty: a repeat gave other bits
@@ -66,6 +67,8 @@ std::string rank_digest(const Outcome& outcome, int rank, Out out);
 struct CheckedTensor {
   Out out;
   double max_rel_err, scaled_err, tolerance;
+  double whole_err,
+      whole_tolerance;  // of the tensor; the latter is infinite where it is not judged
   bool pass;
 };
 // Against the oracle.

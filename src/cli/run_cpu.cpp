@@ -36,6 +36,7 @@ struct RankRecord {
   std::atomic<int64_t> steps;
   int64_t memory_bytes;
   int64_t tensor_bytes;
+  double quantize_seconds;
   int32_t failed;
   int32_t killed;
   ErrorCode code;
@@ -67,6 +68,11 @@ class RankRun {
     const int threads = std::max(1, usable_cores() / spec_.ranks());
     const auto step = [&] { record_.steps.fetch_add(1, std::memory_order_relaxed); };
     weights_ = make_weights(spec_, *sets_[0], rank_, threads, step);
+    if (is_quantized(spec_.precision)) {
+      const double begin = now();
+      quantized_ = quantize(spec_, weights_, threads);
+      record_.quantize_seconds = now() - begin;
+    }
     for (const Problem* problem : sets_) {
       tokens_.push_back(make_tokens(spec_, *problem, rank_, threads));
       step();
@@ -129,6 +135,7 @@ class RankRun {
                             &saved_shared_gate_, &saved_shared_up_, &saved_out_}) {
       bytes += m->bytes();
     }
+    bytes += quantized_.bytes();
     for (const Memory& m : outputs_) bytes += m.bytes();
     record_.tensor_bytes = bytes;
   }
@@ -140,7 +147,7 @@ class RankRun {
     a.x = {in.x.data(), h};
     a.topk_ids = in.ids.data();
     a.topk_weights = in.topk_weights.data();
-    a.weights = views(spec_.shape, weights_);
+    a.weights = views(spec_.shape, weights_, quantized_);
     a.saved = {saved_gate_.data(), saved_up_.data(), saved_shared_gate_.data(),
                saved_shared_up_.data(), saved_out_.data()};
     a.d_y = {in.d_y.data(), h};
@@ -173,6 +180,7 @@ class RankRun {
   CallTimes* const times_;
   std::optional<Workspace> workspace_;
   WeightInputs weights_;
+  QuantizedInputs quantized_;
   std::vector<TokenInputs> tokens_;
   Memory saved_gate_, saved_up_, saved_shared_gate_, saved_shared_up_, saved_out_;
   uint64_t first_[kOuts] = {};
@@ -302,6 +310,7 @@ class SharedRun {
           time_of(call, &CallTimes::backward_begin, &CallTimes::backward_end));
     }
     for (int r = 0; r < spec_.ranks(); ++r) {
+      out.quantize_ms = std::max(out.quantize_ms, record(r).quantize_seconds * 1e3);
       out.memory_bytes.push_back(record(r).memory_bytes);
       out.tensor_bytes.push_back(record(r).tensor_bytes);
       if (record(r).changed_repeat > 0 && out.changed.empty()) {
@@ -365,6 +374,11 @@ int64_t needed_bytes(const Spec& spec, const Sets& sets) {
     }
     for (int o = 0; o < kOuts; ++o) bytes += extent(spec, r, static_cast<Out>(o)).bytes();
     for (const Slice& s : weight_slices(spec, r)) bytes += slice_bytes(*sets[0], s, spec.precision);
+    if (is_quantized(spec.precision)) {  // two forms of each routed weight, and their scales
+      const int64_t elements =
+          spec.experts_local() * 3 * spec.shape.hidden * spec.shape.intermediate;
+      bytes += 2 * (elements + elements / block_size(spec.precision));
+    }
     for (const Slice& s : token_slices(spec, r)) {
       bytes += slice_bytes(*sets[0], s, spec.precision) * std::ssize(sets);
     }

@@ -21,7 +21,19 @@ int Spec::physical_gpus() const {
 }
 
 const char* to_string(Precision precision) {
-  return precision == Precision::bf16 ? "bf16" : precision == Precision::fp32 ? "fp32" : "fp64";
+  switch (precision) {
+    case Precision::bf16:
+      return "bf16";
+    case Precision::fp32:
+      return "fp32";
+    case Precision::fp64:
+      return "fp64";
+    case Precision::mxfp8:
+      return "mxfp8";
+    case Precision::fp8:
+      break;
+  }
+  return "fp8";
 }
 
 const char* to_string(GradMode grads) {
@@ -41,7 +53,8 @@ const char* to_string(GradMode grads) {
 const char* to_string(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
 
 plan::Geometry geometry(const Spec& spec, plan::Direction direction) {
-  plan::Geometry g = plan::workspace_geometry(spec.shape, spec.ranks(), spec.workspace);
+  plan::Geometry g =
+      plan::workspace_geometry(spec.shape, spec.ranks(), spec.workspace, spec.precision);
   for (int r = 0; r < spec.ranks(); ++r) g.tokens[r] = static_cast<int32_t>(spec.tokens[r]);
   g.direction = direction;
   return g;

@@ -67,9 +67,11 @@ void check_inputs(const Limits& l, const CallArgs& a) {
     check.pointer("topk_ids", a.topk_ids);
     check.pointer("topk_weights", a.topk_weights);
   }
-  check.stack("weights.gate", a.weights.gate, s.intermediate, s.hidden);
-  check.stack("weights.up", a.weights.up, s.intermediate, s.hidden);
-  check.stack("weights.down", a.weights.down, s.hidden, s.intermediate);
+  if (!is_quantized(l.precision)) {
+    check.stack("weights.gate", a.weights.gate, s.intermediate, s.hidden);
+    check.stack("weights.up", a.weights.up, s.intermediate, s.hidden);
+    check.stack("weights.down", a.weights.down, s.hidden, s.intermediate);
+  }
   const int64_t shared = s.shared_intermediate;
   check.matrix("weights.shared_gate_proj", a.weights.shared_gate_proj, shared, s.hidden);
   check.matrix("weights.shared_up_proj", a.weights.shared_up_proj, shared, s.hidden);
@@ -86,6 +88,13 @@ void check_inputs(const Limits& l, const CallArgs& a) {
   pair("saved.shared_gate, saved.shared_up", a.saved.shared_gate, a.saved.shared_up);
 }
 
+void check_quantized(const Limits& l, const char* name, const QuantizedStack& q) {
+  const Checker check(l);
+  const std::string full = std::string("weights.quantized.") + name;
+  check.pointer((full + ".data").c_str(), q.data);
+  check.pointer((full + ".scales").c_str(), q.scales);
+}
+
 void check_mode(const Limits& l, const char* name, GradMode mode) {
   if (mode < GradMode::none || mode > GradMode::accumulate) {
     refuse(l.rank, with_value((std::string(name) + ".mode").c_str(), static_cast<int>(mode)));
@@ -99,8 +108,7 @@ void check_workspace(const Group& group, const LayerShape& shape, Precision prec
   const Limits limits{shape, group.rank(), group.ranks(), o.max_tokens};
   const Checker check(limits);
   constexpr int64_t kMost = int64_t{1} << 24;  // of any dimension: index arithmetic fits
-  if (precision != Precision::bf16 && precision != Precision::fp32 &&
-      precision != Precision::fp64) {
+  if (precision < Precision::bf16 || precision > Precision::fp8) {
     throw Error(ErrorCode::bad_type,
                 "rank " + std::to_string(group.rank()) + ": precision is unknown");
   }
@@ -132,6 +140,12 @@ void check_workspace(const Group& group, const LayerShape& shape, Precision prec
 
 void check_forward(const Limits& l, const CallArgs& a) {
   check_inputs(l, a);
+  if (is_quantized(l.precision)) {
+    const QuantizedWeights& q = a.weights.quantized;
+    check_quantized(l, "gate", q.gate);
+    check_quantized(l, "up", q.up);
+    check_quantized(l, "down", q.down);
+  }
   Checker(l).matrix("y", a.y, a.tokens, l.shape.hidden);
 }
 
@@ -139,6 +153,14 @@ void check_backward(const Limits& l, const CallArgs& a) {
   check_inputs(l, a);
   const Checker check(l);
   const LayerShape& s = l.shape;
+  if (is_quantized(l.precision)) {
+    const QuantizedWeights& q = a.weights.quantized;
+    check_quantized(l, "gate", q.gate);
+    check_quantized(l, "up", q.up);
+    check_quantized(l, "gate_t", q.gate_t);
+    check_quantized(l, "up_t", q.up_t);
+    check_quantized(l, "down_t", q.down_t);
+  }
   check.matrix("d_y", a.d_y, a.tokens, s.hidden);
   if (a.d_x.data) check.matrix("d_x", a.d_x, a.tokens, s.hidden);
   const auto stack = [&](const char* name, const StackGrad& g, int64_t rows, int64_t columns) {

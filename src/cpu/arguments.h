@@ -14,6 +14,7 @@ struct Limits {
   const LayerShape& shape;
   int rank = 0, ranks = 1;
   int64_t max_tokens = 0;
+  Precision precision = Precision::bf16;
 };
 void check_forward(const Limits& limits, const CallArgs& args);
 void check_backward(const Limits& limits, const CallArgs& args);

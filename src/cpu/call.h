@@ -1,9 +1,11 @@
 // One call of one rank as its tasks see it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/kernels.h"
 #include "mok/layer.h"
@@ -44,6 +46,7 @@ template <class T>
 struct View {
   const Call& call;
   const Kernels<T>& kernels;
+  const BlockKernels& blocks;
   Scratch<T>& scratch;
 
   const plan::Plan& plan() const { return call.plan; }
@@ -53,10 +56,15 @@ struct View {
   int64_t hidden() const { return g().hidden; }
   int64_t inter() const { return g().intermediate; }
   int64_t shared() const { return g().shared_intermediate; }
+  int block() const { return g().block; }
   Acc<T> limit() const { return limit_value; }
 
   T* rows(plan::Buffer b, int rank) const { return reinterpret_cast<T*>(call.address(b, rank)); }
   T* rows(plan::Buffer b) const { return rows(b, g().rank); }
+  // A staged row, as it lies in `rank`'s memory.
+  std::byte* staged(plan::Buffer b, int rank, int64_t token) const {
+    return call.address(b, rank) + token * g().wire_row_bytes(sizeof(T));
+  }
   Acc<T>* scalars(plan::Buffer b, int rank) const {
     return reinterpret_cast<Acc<T>*>(call.address(b, rank));
   }
@@ -86,6 +94,45 @@ struct View {
     p.c = scratch.c + column;
     p.c_row = kBlockColumns;
     kernels.product(p, scratch);
+  }
+  // The same with a routed weight of expert `expert`: p's columns are rows `first`.. of the matrix
+  // [columns, p.k] whose rows run along the contraction. In bf16 that is w, or with `transposed` w
+  // read down its columns; a quantised weight has a form of its own for either.
+  void weight_product(Product<T> p, const ConstStack& w, const QuantizedStack& q, int expert,
+                      int64_t columns, int64_t first, bool transposed, int column = 0) const {
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (block() > 0) return quantized_product(p, q, expert, columns, first, column);
+    }
+    p.b = matrix_of(w, expert) + first * (transposed ? 1 : w.row_stride);
+    p.b_k = transposed ? w.row_stride : 1;
+    p.b_column = transposed ? 1 : w.row_stride;
+    product(p, column);
+  }
+  void quantized_product(const Product<T>& p, const QuantizedStack& q, int expert, int64_t columns,
+                         int64_t first, int column) const {
+    using numerics::BlockMatrix;
+    const int64_t bytes = BlockMatrix::scale_bytes(columns, p.k, block());
+    const BlockMatrix m{static_cast<const numerics::e4m3*>(q.data) + expert * columns * p.k,
+                        reinterpret_cast<const numerics::e8m0*>(q.scales) + expert * bytes, columns,
+                        p.k, block()};
+    scratch.weight.resize(int64_t{kBlockColumns} * kBlockDepth);
+    for (int64_t k0 = 0; k0 < p.k; k0 += kBlockDepth) {  // the chains go on from piece to piece
+      Product<T> piece = p;
+      piece.k = std::min<int64_t>(kBlockDepth, p.k - k0);
+      blocks.dequantize_weight(m, first, p.n, k0, static_cast<int>(piece.k), scratch.weight.data(),
+                               kBlockDepth);
+      piece.a = p.a + k0;
+      piece.b = scratch.weight.data();
+      piece.b_k = 1;
+      piece.b_column = kBlockDepth;
+      product(piece, column);
+    }
+  }
+  // What the next product reads: in the quantised precisions the row is rounded to the format.
+  void round_row(T* row, int n) const {
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (block() > 0) blocks.round_row(row, n, block(), row);
+    }
   }
   void clear_sums(int rows) const {
     std::memset(scratch.c, 0, sizeof(Acc<T>) * kBlockColumns * rows);

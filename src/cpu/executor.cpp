@@ -79,7 +79,7 @@ class ExecutorOf final : public Executor {
   void work(int worker) {
     const Queue queue = worker < options_.compute_workers ? Queue::compute : Queue::communication;
     try {
-      const View<T> view{*call_, kernels<T>(), *scratch_[worker],
+      const View<T> view{*call_, kernels<T>(), block_kernels(), *scratch_[worker],
                          static_cast<Acc<T>>(call_->swiglu_limit)};
       draw_tickets(view, queue);
     } catch (const Error& e) {
@@ -241,8 +241,9 @@ std::unique_ptr<Executor> make(Group& group, Control& control, const ExecutorOpt
 std::unique_ptr<Executor> make_executor(Group& group, Control& control, Precision precision,
                                         const ExecutorOptions& options) {
   try {
-    if (precision == Precision::bf16) return make<bf16>(group, control, options);
-    if (precision == Precision::fp32) return make<float>(group, control, options);
+    const Precision type = storage_type(precision);
+    if (type == Precision::bf16) return make<bf16>(group, control, options);
+    if (type == Precision::fp32) return make<float>(group, control, options);
     return make<double>(group, control, options);
   } catch (const std::bad_alloc&) {
     throw Error(ErrorCode::out_of_memory, "no memory for the workers");

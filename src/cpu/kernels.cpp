@@ -1,6 +1,7 @@
 #include "cpu/kernels.h"
 
 #include <atomic>
+#include <type_traits>
 
 #include "numerics/dot.h"
 #include "numerics/reduce.h"
@@ -224,6 +225,15 @@ const Kernels<T>& kernels() {
   if (isa == Isa::avx2) return avx2::table<T>();
 #endif
   return generic::table<T>();
+}
+
+const BlockKernels& block_kernels() {
+#if defined(__x86_64__)
+  const Isa isa = current_isa();
+  if (isa == Isa::avx512) return avx512::kBlockKernels;
+  if (isa == Isa::avx2) return avx2::kBlockKernels;
+#endif
+  return generic::kBlockKernels;
 }
 
 template const Kernels<bf16>& kernels<bf16>();

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "numerics/bf16.h"
+#include "numerics/blocks.h"
 
 namespace mok::cpu {
 
@@ -41,6 +42,9 @@ struct Scratch {
   alignas(64) Acc<T> b[kBlockDepth * 32];
   alignas(64) T row[3 * kBlockColumns];
   std::vector<Acc<T>> wide;  // a row of H accumulators
+  // Quantised precisions: a piece of a weight in bf16, [kBlockColumns, kBlockDepth], and a fetched
+  // row of x and of d_y, [2, H].
+  std::vector<T> weight, arrived;
 };
 
 template <class T>
@@ -50,9 +54,10 @@ struct Kernels {
   void (*store_row)(T* out, const Acc<T>* in, int64_t n);
   // h from g and u
   void (*swiglu_row)(T* h, const T* g, const T* u, Acc<T> limit, int64_t n);
-  // From d_h (accumulators): w * h, d_g, d_u; returns the sum of d_h * h.
+  // From d_h (accumulators): w * h, d_g, d_u; returns the sum of d_h * h. With `block` > 0 h, d_g
+  // and d_u are rounded to the format first.
   Acc<T> (*swiglu_backward_row)(T* wh, T* d_g, T* d_u, const Acc<T>* d_h, const T* g, const T* u,
-                                Acc<T> w, Acc<T> limit, int n, T* scratch);
+                                Acc<T> w, Acc<T> limit, int n, int block, T* scratch);
   Acc<T> (*dot)(const T* a, const T* b, int64_t n);
   void (*scale_row)(Acc<T>* out, const T* row, Acc<T> factor, int64_t n);  // factor * row
   // row + coefficient * gate; without gate: row
@@ -63,6 +68,18 @@ struct Kernels {
   void (*reduce_rows)(T* d_x, const Acc<T>* d_s, const T* const* rows, int slots, int64_t n);
 };
 
+// Conversions of the quantised precisions, as numerics/blocks.h.
+struct BlockKernels {
+  void (*quantize_row)(const bf16* x, int64_t n, int block, numerics::e4m3* codes,
+                       numerics::e8m0* scales);
+  void (*dequantize_row)(const numerics::e4m3* codes, const numerics::e8m0* scales, int64_t n,
+                         int block, bf16* out);
+  void (*round_row)(const bf16* x, int64_t n, int block, bf16* out);
+  // Rows [row, row + rows), columns [first, first + n) of a weight; rows of out lie `pitch` apart.
+  void (*dequantize_weight)(const numerics::BlockMatrix& m, int64_t row, int rows, int64_t first,
+                            int n, bf16* out, int64_t pitch);
+};
+
 enum class Isa { generic, avx2, avx512 };
 bool isa_available(Isa isa);
 Isa best_isa();
@@ -71,5 +88,6 @@ bool use_isa(Isa isa);
 
 template <class T>
 const Kernels<T>& kernels();
+const BlockKernels& block_kernels();
 
 }  // namespace mok::cpu

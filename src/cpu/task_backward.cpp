@@ -14,22 +14,19 @@ using plan::Task;
 template <class T>
 void run_d_hidden(const View<T>& v, const Task& t) {
   const int64_t inter = v.inter();
-  const int64_t column = int64_t{t.column} * kTileDHidden;
-  const int n = static_cast<int>(std::min<int64_t>(kTileDHidden, inter - column));
+  const int64_t column = int64_t{t.column} * v.g().tile_d_hidden;
+  const int n = static_cast<int>(std::min<int64_t>(v.g().tile_d_hidden, inter - column));
   const plan::Tile& tile = v.schedule().tile[t.tile];
   const int32_t row0 = t.tile * kTileRows;
-  const ConstStack& w_down = v.args().weights.down;
+  const LayerWeights& weights = v.args().weights;
   v.clear_sums(tile.rows);
-  Product<T> p{.m = tile.rows,
-               .n = n,
-               .k = v.hidden(),
-               .a = v.ring(Buffer::ring_d_y, row0, v.hidden()),
-               .a_row = v.hidden(),
-               .a_k = 1};
-  p.b = v.matrix_of(w_down, tile.expert) + column;
-  p.b_k = w_down.row_stride;
-  p.b_column = 1;
-  v.product(p);
+  const Product<T> p{.m = tile.rows,
+                     .n = n,
+                     .k = v.hidden(),
+                     .a = v.ring(Buffer::ring_d_y, row0, v.hidden()),
+                     .a_row = v.hidden(),
+                     .a_k = 1};
+  v.weight_product(p, weights.down, weights.quantized.down_t, tile.expert, inter, column, true);
   const bool saved = plan::is_saved(v.plan(), t.tile);
   const int columns = v.g().columns_d_hidden();
   for (int r = 0; r < tile.rows; ++r) {
@@ -46,7 +43,8 @@ void run_d_hidden(const View<T>& v, const Task& t) {
         v.kernels.swiglu_backward_row(v.ring(Buffer::ring_hidden, row, inter) + column,
                                       v.ring(Buffer::ring_d_gate, row, inter) + column,
                                       v.ring(Buffer::ring_d_up, row, inter) + column, v.sums(r),
-                                      g + column, u + column, w, v.limit(), n, v.scratch.row);
+                                      g + column, u + column, w, v.limit(), n, v.block(),
+                                      v.scratch.row);
   }
 }
 
@@ -80,14 +78,9 @@ void run_d_input(const View<T>& v, const Task& t) {
                .a = v.ring(Buffer::ring_d_gate, row0, v.inter()),
                .a_row = v.inter(),
                .a_k = 1};
-  p.b = v.matrix_of(w.gate, tile.expert) + column;
-  p.b_k = w.gate.row_stride;
-  p.b_column = 1;
-  v.product(p);
+  v.weight_product(p, w.gate, w.quantized.gate_t, tile.expert, h, column, true);
   p.a = v.ring(Buffer::ring_d_up, row0, v.inter());
-  p.b = v.matrix_of(w.up, tile.expert) + column;
-  p.b_k = w.up.row_stride;
-  v.product(p);
+  v.weight_product(p, w.up, w.quantized.up_t, tile.expert, h, column, true);
   for (int r = 0; r < tile.rows; ++r) {
     const int32_t slot = v.schedule().row_slot[row0 + r];
     T* out =
@@ -125,7 +118,7 @@ void run_shared_d_hidden(const View<T>& v, const Task& t) {
     v.kernels.swiglu_backward_row(v.rows(Buffer::shared_hidden) + at,
                                   v.rows(Buffer::shared_d_gate) + at,
                                   v.rows(Buffer::shared_d_up) + at, v.sums(r), gate + at, up + at,
-                                  w, v.limit(), n, v.scratch.row);
+                                  w, v.limit(), n, 0, v.scratch.row);
   }
 }
 

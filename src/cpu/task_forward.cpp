@@ -15,21 +15,6 @@ namespace {
 
 constexpr int kUp = kTileInter;  // where u begins in a row of sums
 
-// g in sums[0..n), u in sums[kUp..): `rows` rows of `a` times n columns of gate and up.
-template <class T>
-void gate_up_sums(const View<T>& v, int rows, const T* a, int64_t a_row, const T* gate,
-                  int64_t gate_row, const T* up, int64_t up_row, int64_t column, int n) {
-  v.clear_sums(rows);
-  Product<T> p{.m = rows, .n = n, .k = v.hidden(), .a = a, .a_row = a_row, .a_k = 1};
-  p.b_k = 1;
-  p.b = gate + column * gate_row;
-  p.b_column = gate_row;
-  v.product(p);
-  p.b = up + column * up_row;
-  p.b_column = up_row;
-  v.product(p, kUp);
-}
-
 }  // namespace
 
 template <class T>
@@ -40,9 +25,15 @@ void run_gate_up(const View<T>& v, const Task& t) {
   const plan::Tile& tile = v.schedule().tile[t.tile];
   const int32_t row0 = t.tile * kTileRows;
   const LayerWeights& w = v.args().weights;
-  gate_up_sums(v, tile.rows, v.ring(Buffer::ring_x, row0, v.hidden()), v.hidden(),
-               v.matrix_of(w.gate, tile.expert), w.gate.row_stride, v.matrix_of(w.up, tile.expert),
-               w.up.row_stride, column, n);
+  v.clear_sums(tile.rows);
+  const Product<T> p{.m = tile.rows,
+                     .n = n,
+                     .k = v.hidden(),
+                     .a = v.ring(Buffer::ring_x, row0, v.hidden()),
+                     .a_row = v.hidden(),
+                     .a_k = 1};
+  v.weight_product(p, w.gate, w.quantized.gate, tile.expert, inter, column, false);
+  v.weight_product(p, w.up, w.quantized.up, tile.expert, inter, column, false, kUp);
   const bool forward = v.call.forward();
   const bool keep = forward && plan::is_saved(v.plan(), t.tile);
   for (int r = 0; r < tile.rows; ++r) {
@@ -59,7 +50,9 @@ void run_gate_up(const View<T>& v, const Task& t) {
     v.kernels.store_row(g, v.sums(r), n);
     v.kernels.store_row(u, v.sums(r) + kUp, n);
     if (forward) {
-      v.kernels.swiglu_row(v.ring(Buffer::ring_hidden, row, inter) + column, g, u, v.limit(), n);
+      T* h = v.ring(Buffer::ring_hidden, row, inter) + column;
+      v.kernels.swiglu_row(h, g, u, v.limit(), n);
+      v.round_row(h, n);
     }
   }
 }
@@ -71,18 +64,15 @@ void run_down(const View<T>& v, const Task& t) {
   const int n = static_cast<int>(std::min<int64_t>(kTileHidden, h - column));
   const plan::Tile& tile = v.schedule().tile[t.tile];
   const int32_t row0 = t.tile * kTileRows;
-  const ConstStack& w = v.args().weights.down;
+  const LayerWeights& w = v.args().weights;
   v.clear_sums(tile.rows);
-  Product<T> p{.m = tile.rows,
-               .n = n,
-               .k = v.inter(),
-               .a = v.ring(Buffer::ring_hidden, row0, v.inter()),
-               .a_row = v.inter(),
-               .a_k = 1};
-  p.b = v.matrix_of(w, tile.expert) + column * w.row_stride;
-  p.b_k = 1;
-  p.b_column = w.row_stride;
-  v.product(p);
+  const Product<T> p{.m = tile.rows,
+                     .n = n,
+                     .k = v.inter(),
+                     .a = v.ring(Buffer::ring_hidden, row0, v.inter()),
+                     .a_row = v.inter(),
+                     .a_k = 1};
+  v.weight_product(p, w.down, w.quantized.down, tile.expert, h, column, false);
   for (int r = 0; r < tile.rows; ++r) {
     const int32_t slot = v.schedule().row_slot[row0 + r];
     T* out =
@@ -100,8 +90,20 @@ void run_shared_gate_up(const View<T>& v, const Task& t) {
   const int rows = static_cast<int>(std::min<int64_t>(kTileRows, v.g().own_tokens() - row0));
   const LayerWeights& w = v.args().weights;
   const ConstMatrix &gate = w.shared_gate_proj, &up = w.shared_up_proj;
-  gate_up_sums(v, rows, v.x_row(row0), v.args().x.row_stride, v.row_of(gate, 0), gate.row_stride,
-               v.row_of(up, 0), up.row_stride, column, n);
+  v.clear_sums(rows);
+  Product<T> p{.m = rows,
+               .n = n,
+               .k = v.hidden(),
+               .a = v.x_row(row0),
+               .a_row = v.args().x.row_stride,
+               .a_k = 1};
+  p.b_k = 1;
+  p.b = v.row_of(gate, column);
+  p.b_column = gate.row_stride;
+  v.product(p);
+  p.b = v.row_of(up, column);
+  p.b_column = up.row_stride;
+  v.product(p, kUp);
   const bool forward = v.call.forward();
   const Saved& saved = v.args().saved;
   for (int64_t r = 0; r < rows; ++r) {

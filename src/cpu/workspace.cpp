@@ -105,7 +105,7 @@ struct Workspace::Impl {
     ++call_number;
     std::optional<Failure> failure;
     try {
-      const cpu::Limits limits{shape, group.rank(), group.ranks(), options.max_tokens};
+      const cpu::Limits limits{shape, group.rank(), group.ranks(), options.max_tokens, precision};
       direction == Direction::forward ? check_forward(limits, args) : check_backward(limits, args);
       failure = attempt(args, direction);
     } catch (const Error& e) {
@@ -194,7 +194,7 @@ struct Workspace::Impl {
   }
 
   void fill_options() {
-    geometry = plan::workspace_geometry(shape, group.ranks(), options);
+    geometry = plan::workspace_geometry(shape, group.ranks(), options, precision);
     geometry.rank = group.rank();
     options.saved_rows = geometry.saved_rows;
     options.ring_rows = int64_t{geometry.ring_tiles} * plan::kTileRows;

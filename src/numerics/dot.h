@@ -4,8 +4,8 @@
 // The vector is cut into blocks of 64. Inside a block lane l of 16 takes elements l, l + 16, ... by
 // fused multiply-adds, then the lanes are added as a tree (l += l + 8, 4, 2, 1). The blocks' sums
 // are added in order, so the bits do not depend on the SIMD width. Where the vector is spread over
-// tiles of columns (d_topk_weights: kTileDHidden, three blocks each), a tile adds its blocks in
-// order and the tiles' sums are added in column order.
+// tiles of columns (d_topk_weights: a d_hidden tile's, three blocks or two), a tile adds its blocks
+// in order and the tiles' sums are added in column order.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // MXFP8 of the OCP Microscaling Formats specification, 1.0: blocks of 32 elements in E4M3 that
-// share a power of two (E8M0). Every function here works on bits or is exact, so host and device
-// agree whatever their treatment of subnormal numbers. What becomes of infinities and NaN is in
-// docs/numerics.md.
+// share a power of two (E8M0). Precision fp8 has the same numbers in larger blocks (blocks.h).
+// Every function here works on bits or is exact, so host and device agree whatever their treatment
+// of subnormal numbers. What becomes of infinities and NaN is in docs/numerics.md.
 #pragma once
 
 #include <cstdint>
@@ -25,33 +25,31 @@ inline constexpr float kMxAmaxFloor = 1e-12f;  // so that a block of zeros has a
 
 // ---- E4M3 ------------------------------------------------------------------------------------
 
-// To nearest, ties to even; beyond +-448 (infinities included) +-448; NaN gives 0x7f.
+// To nearest, ties to even; beyond +-448 (infinities included) +-448; NaN gives 0x7f. No branches:
+// loops over it vectorise.
 MOK_INLINE e4m3 to_e4m3(float v) {
   const uint32_t bits = bit_cast<uint32_t>(v);
   const uint32_t size = bits & 0x7fffffffu;
-  constexpr uint32_t largest = bit_cast<uint32_t>(kE4m3Max);
-  uint32_t code = 0;
-  if (size > 0x7f800000u) return e4m3{0x7f};
-  if (size >= largest) {
-    code = 0x7e;
-  } else if (size >= bit_cast<uint32_t>(0x1p-6f)) {  // normal: 20 of 23 fraction bits go
-    const uint32_t rounded = size + 0x7ffffu + ((size >> 20) & 1u);
-    code = (rounded >> 20) - ((127u - 7u) << 3);
-  } else {  // a multiple of 2^-9; that is the last place of numbers about 2^14
-    code = bit_cast<uint32_t>(bit_cast<float>(size) + 0x1p14f) - bit_cast<uint32_t>(0x1p14f);
-  }
-  return e4m3{static_cast<uint8_t>(code | ((bits >> 24) & 0x80u))};
+  const uint32_t sign = bits >> 24 & 0x80u;
+  // Normal: 20 of 23 fraction bits go.
+  const uint32_t rounded = size + 0x7ffffu + ((size >> 20) & 1u);
+  const uint32_t normal = (rounded >> 20) - ((127u - 7u) << 3);
+  // Below 2^-6: a multiple of 2^-9; that is the last place of numbers about 2^14.
+  const uint32_t small =
+      bit_cast<uint32_t>(bit_cast<float>(size) + 0x1p14f) - bit_cast<uint32_t>(0x1p14f);
+  uint32_t code = size < bit_cast<uint32_t>(0x1p-6f) ? small : normal;
+  code = size >= bit_cast<uint32_t>(kE4m3Max) ? 0x7eu : code;
+  code |= sign;
+  return e4m3{static_cast<uint8_t>(size > 0x7f800000u ? 0x7fu : code)};
 }
 
 MOK_INLINE float to_float(e4m3 v) {
   const uint32_t sign = static_cast<uint32_t>(v.bits & 0x80u) << 24;
   const uint32_t code = v.bits & 0x7fu;
-  if (code == 0x7fu) return bit_cast<float>(sign | 0x7fc00000u);
-  if (code < 8u) {  // code * 2^-9
-    const float size = static_cast<float>(code) * 0x1p-9f;
-    return bit_cast<float>(sign | bit_cast<uint32_t>(size));
-  }
-  return bit_cast<float>(sign | ((code << 20) + ((127u - 7u) << 23)));
+  const uint32_t normal = (code << 20) + ((127u - 7u) << 23);
+  const uint32_t small = bit_cast<uint32_t>(static_cast<float>(static_cast<int>(code)) * 0x1p-9f);
+  const uint32_t size = code < 8u ? small : code == 0x7fu ? 0x7fc00000u : normal;
+  return bit_cast<float>(sign | size);
 }
 
 // ---- E8M0 ------------------------------------------------------------------------------------
@@ -62,9 +60,11 @@ MOK_INLINE float to_float(e8m0 s) {
   return bit_cast<float>(static_cast<uint32_t>(s.bits) << 23);
 }
 
-// The largest |v| of a block, taken one element at a time from 0: a NaN is passed over.
-MOK_INLINE float mx_amax(float amax, float v) {
-  const float size = bit_cast<float>(bit_cast<uint32_t>(v) & 0x7fffffffu);
+// The largest |v| of a block as the bits of a bf16, taken one element at a time from 0: a NaN is
+// passed over. On bits, so that loops over it vectorise.
+MOK_INLINE uint32_t mx_amax(uint32_t amax, bf16 v) {
+  const uint32_t bits = v.bits & 0x7fffu;
+  const uint32_t size = bits > 0x7f80u ? 0u : bits;
   return size > amax ? size : amax;
 }
 
@@ -88,17 +88,22 @@ MOK_INLINE float mx_inverse(e8m0 scale) {
 // An element of a block. Where the product is not exact it is below the last place of E4M3.
 MOK_INLINE e4m3 mx_quantize(float v, float inverse) { return to_e4m3(v * inverse); }
 
-// value * scale in bf16: exact for every scale that mx_scale gives, or infinity where it is 2^128
-// or more: what was infinite, and finite numbers from 1.9375 * 2^127 on, which round up to 2^128.
-// In two steps, so that no factor is subnormal.
-MOK_INLINE bf16 mx_dequantize(e4m3 v, e8m0 scale) {
-  if (scale.bits == 255) return bf16{0x7fc0};
+// scale = a * b, neither of which is subnormal; 255: NaN.
+struct MxFactors {
+  float a, b;
+};
+MOK_INLINE MxFactors mx_factors(e8m0 scale) {
   const int half = (static_cast<int>(scale.bits) - 127) / 2;
   const int rest = static_cast<int>(scale.bits) - 127 - half;
-  const float a = bit_cast<float>(static_cast<uint32_t>(127 + half) << 23);
-  const float b = bit_cast<float>(static_cast<uint32_t>(127 + rest) << 23);
-  return to_bf16(to_float(v) * a * b);
+  const uint32_t a = scale.bits == 255 ? 0x7fc00000u : static_cast<uint32_t>(127 + half) << 23;
+  return {bit_cast<float>(a), bit_cast<float>(static_cast<uint32_t>(127 + rest) << 23)};
 }
+
+// value * scale in bf16: exact for every scale that mx_scale gives, or infinity where it is 2^128
+// or more: what was infinite, and finite numbers from 1.9375 * 2^127 on, which round up to 2^128.
+// (Scales below 2^-117, of foreign tensors: rounded among bf16's subnormal numbers.)
+MOK_INLINE bf16 mx_dequantize(e4m3 v, MxFactors f) { return to_bf16(to_float(v) * f.a * f.b); }
+MOK_INLINE bf16 mx_dequantize(e4m3 v, e8m0 scale) { return mx_dequantize(v, mx_factors(scale)); }
 
 // ---- where a scale lies ----------------------------------------------------------------------
 

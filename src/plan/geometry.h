@@ -14,8 +14,9 @@ inline constexpr int kTileRows = 128;
 inline constexpr int kTileInter = 128;  // columns of I in a gate-up tile
 // Columns of I in a d_hidden tile: not 256, so that g and u can be fetched beside the accumulators.
 inline constexpr int kTileDHidden = 192;
-inline constexpr int kTileHidden = 256;  // columns of H in a down or d_input tile
-inline constexpr int kGradRows = 128;    // a weight-gradient tile is kGradRows x kGradCols
+inline constexpr int kTileDHiddenFp8 = 128;  // one block of 128
+inline constexpr int kTileHidden = 256;      // columns of H in a down or d_input tile
+inline constexpr int kGradRows = 128;        // a weight-gradient tile is kGradRows x kGradCols
 inline constexpr int kGradCols = 256;
 
 enum class Direction : int32_t { forward, backward };
@@ -42,25 +43,35 @@ struct Geometry {
   int32_t max_tokens = 0;          // T_max
   int32_t tokens[kMaxRanks] = {};  // T of each rank in this call
   Direction direction = Direction::forward;
-  Wanted wanted;                 // backward only
-  bool keep_shared = true;       // backward: the shared expert's rows were kept by forward
-  int32_t ring_tiles = 2;        // tiles of rows that may be in flight
-  int32_t minibatch_tiles = 32;  // divides the window
-  int64_t saved_rows = 0;        // backward: rows whose gate and up were kept by forward
-  int32_t stage_rows = 64;       // tokens of one stage task
-  int32_t fetch_rows = 8;        // first rows of one fetch task
-  int32_t reduce_tokens = 16;    // tokens of one reduce task
+  Wanted wanted;                         // backward only
+  bool keep_shared = true;               // backward: the shared expert's rows were kept by forward
+  int32_t ring_tiles = 2;                // tiles of rows that may be in flight
+  int32_t minibatch_tiles = 32;          // divides the window
+  int64_t saved_rows = 0;                // backward: rows whose gate and up were kept by forward
+  int32_t block = 0;                     // quantised: elements of a block of 32 or 128; else 0
+  int32_t tile_d_hidden = kTileDHidden;  // columns of a routed d_hidden tile: whole blocks
+  int32_t stage_rows = 64;               // tokens of one stage task
+  int32_t fetch_rows = 8;                // first rows of one fetch task
+  int32_t reduce_tokens = 16;            // tokens of one reduce task
 
   MOK_HD int experts_local() const { return experts / ranks; }
   MOK_HD int first_expert() const { return rank * experts_local(); }
   MOK_HD int own_tokens() const { return tokens[rank]; }
   MOK_HD int own_tiles() const { return ceil_div(own_tokens(), kTileRows); }  // shared expert
   MOK_HD int columns_inter() const { return ceil_div(intermediate, kTileInter); }
-  MOK_HD int columns_d_hidden() const { return ceil_div(intermediate, kTileDHidden); }
+  MOK_HD int columns_d_hidden() const { return ceil_div(intermediate, tile_d_hidden); }
   MOK_HD int columns_hidden() const { return ceil_div(hidden, kTileHidden); }
   MOK_HD int columns_shared() const { return ceil_div(shared_intermediate, kTileInter); }
   MOK_HD int columns_shared_d_hidden() const { return ceil_div(shared_intermediate, kTileDHidden); }
   MOK_HD bool has_shared() const { return shared_intermediate > 0; }
+  // A row of x or d_y on its way to another rank, `element` bytes an element where it is not
+  // quantised. Quantised: E4M3 codes, then the blocks' scales, both padded to what a bulk copy
+  // moves.
+  MOK_HD int64_t wire_scales_at() const { return int64_t{ceil_div(hidden, 16)} * 16; }
+  MOK_HD int64_t wire_row_bytes(int element) const {
+    if (block == 0) return int64_t{hidden} * element;
+    return wire_scales_at() + int64_t{ceil_div(ceil_div(hidden, block), 16)} * 16;
+  }
 
   // Slot = one (rank, token, k); ascending slot number is the global token order.
   MOK_HD int64_t slots() const { return int64_t{ranks} * max_tokens * topk; }

@@ -15,8 +15,8 @@ enum class Buffer : int32_t {
   flags,           // [3][R] int64 number of the last call, by Counter >= first_flag, source rank
   ids,             // [T_max, K] int32
   topk_weights,    // [T_max, K] fp32 (fp64)
-  staged_x,        // [T_max, H]
-  staged_d_y,      // [T_max, H]
+  staged_x,        // [T_max, H]; quantised: [T_max] rows of Geometry::wire_row_bytes
+  staged_d_y,      // as staged_x
   returned_rows,   // [T_max * K, H] rows of y or of d_x, by the owner's (token, k)
   returned_grads,  // [T_max * K] gradients of router weights, fp32 (fp64)
   // local
@@ -69,7 +69,7 @@ MOK_HD inline Layout make_layout(const Geometry& g, int element, int scalar) {
   const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
   const int64_t most = g.most_rows();
   const int64_t ring = int64_t{g.ring_tiles} * kTileRows;
-  const int64_t staged = g.ranks > 1 ? tokens * h * element : 0;
+  const int64_t staged = g.ranks > 1 ? tokens * g.wire_row_bytes(element) : 0;
   const int64_t recompute = g.saved_rows < most ? ring * i * element : 0;
   const int64_t carry = ring < most ? (2 * i * h + h * i) * scalar : 0;
   const int64_t gated = g.shared_gate ? tokens * scalar : 0;

@@ -31,6 +31,7 @@ std::vector<std::unique_ptr<HostPlan>> make_plans(const Geometry& base, const in
 namespace {
 
 constexpr int kInterBlock = std::gcd(kTileInter, kTileDHidden);
+static_assert(kTileDHiddenFp8 % kInterBlock == 0);
 
 // Output cells follow the buffers in the numbering of memory kinds.
 constexpr int kOutputBase = kBuffers;
@@ -209,7 +210,7 @@ void Accesses::of_task(const Task& t) {
       break;
     case TaskKind::d_hidden:
       read_rows(Buffer::ring_d_y, t.tile);
-      inter_blocks(inter, kTileDHidden, t.column, [&](int c) {
+      inter_blocks(inter, g().tile_d_hidden, t.column, [&](int c) {
         if (!is_saved(p_, t.tile)) read(Buffer::ring_gate, ring_tile(t.tile), c, t.tile);
         for (const Buffer b : {Buffer::ring_hidden, Buffer::ring_d_gate, Buffer::ring_d_up}) {
           write(b, ring_tile(t.tile), c, t.tile);

@@ -14,7 +14,8 @@ int64_t default_saved_rows(const LayerShape& shape, int ranks, int64_t max_token
 
 namespace plan {
 
-Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceOptions& options) {
+Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceOptions& options,
+                            Precision precision) {
   Geometry g;
   g.ranks = ranks;
   g.experts = shape.experts;
@@ -33,6 +34,8 @@ Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceO
   if (options.ring_rows == 0) g.ring_tiles = ceil_div(g.ring_tiles, pair) * pair;
   g.normalize();
   g.saved_rows = options.saved_rows < 0 ? expected : options.saved_rows;
+  g.block = block_size(precision);
+  if (precision == Precision::fp8) g.tile_d_hidden = kTileDHiddenFp8;
   return g;
 }
 

@@ -8,6 +8,7 @@ namespace mok::plan {
 
 // Ring and minibatch in whole tiles and normalized, saved rows filled in; rank 0, no tokens yet. A
 // ring that the caller left open holds the expected rows, rounded up to whole minibatches.
-Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceOptions& options);
+Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceOptions& options,
+                            Precision precision = Precision::bf16);
 
 }  // namespace mok::plan

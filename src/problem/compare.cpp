@@ -38,6 +38,12 @@ void Difference::add(const Difference& piece, int64_t first_row) {
     scaled_row = piece.scaled_row < 0 ? -1 : piece.scaled_row + first_row;
     scaled_column = piece.scaled_column;
   }
+  off_squares += piece.off_squares;
+  size_squares += piece.size_squares;
+}
+
+double Difference::whole_err() const {
+  return size_squares > 0 ? std::sqrt(off_squares / size_squares) : std::sqrt(off_squares);
 }
 
 template <class T>
@@ -67,6 +73,8 @@ Difference compare(const T* actual, int64_t row_stride, const double* expected, 
       Difference block;
       block.max_rel_err = norm > 0 ? distance / norm : distance;
       block.scaled_err = scale > 0 ? distance / scale : distance;
+      block.off_squares = off;
+      block.size_squares = size;
       block.row = block.scaled_row = 0;
       block.column = block.scaled_column = column;
       out.add(block, row);
@@ -81,16 +89,15 @@ template Difference compare(const double*, int64_t, const double*, int64_t, int6
 
 Difference compare(const void* actual, Precision type, int64_t row_stride, const double* expected,
                    int64_t rows, int64_t columns) {
-  switch (type) {
-    case Precision::bf16:
-      return compare(static_cast<const numerics::bf16*>(actual), row_stride, expected, rows,
-                     columns);
+  switch (storage_type(type)) {
     case Precision::fp32:
       return compare(static_cast<const float*>(actual), row_stride, expected, rows, columns);
     case Precision::fp64:
-      break;
+      return compare(static_cast<const double*>(actual), row_stride, expected, rows, columns);
+    default:
+      return compare(static_cast<const numerics::bf16*>(actual), row_stride, expected, rows,
+                     columns);
   }
-  return compare(static_cast<const double*>(actual), row_stride, expected, rows, columns);
 }
 
 // Where the tolerances come from.
@@ -122,6 +129,28 @@ Difference compare(const void* actual, Precision type, int64_t row_stride, const
 //   d_shared_vector  d_sigma sees r_s through H, 1 + 3 stages of h through I
 //
 // The fp32 sums themselves are added too; they matter only for the gradients of very many rows.
+//
+// mxfp8, fp8. Quantisation is part of what the oracle computes, so it costs nothing where the same
+// bf16 number is quantised: x, d_y and the weights. But h, d_g and d_u may have flipped, and where
+// the flip crosses a border between two E4M3 numbers the rounded value jumps by a step, up to 2^-3
+// of it. A step holds 16 bf16 numbers or more and a border may be one of them: at most one flip in
+// 8 crosses. (A scale that flips changes nothing else: E4M3 has the same numbers at either, but for
+// those below 2^-14 of the largest.) Of a value behind s stages of bf16 at most s * 2^-8 / 8 jump:
+//
+//   jumps(s, n) = 2^-3 * min(1, sqrt(s * 2^-11) + 3 / sqrt(n))
+//
+// is what one quantised stage adds to a result that sees n values of it; the second term is one
+// jump of the largest. It is wide for a single block, where n is I or 64 (d_w_gate and d_w_up of an
+// expert with one row: 1), and falls with all rows of a whole tensor, n = rows * I, which is
+// therefore judged as well: quantising along a wrong dimension, or not at all, moves a result by
+// 2.6e-2, an E4M3 number's root mean square error.
+namespace {
+double flips(double n) { return 0x1p-7 * std::min(1.0, 1.0 / 16 + 3 / std::sqrt(n)); }
+double jumps(int stages, double n) {
+  return 0x1p-3 * std::min(1.0, std::sqrt(stages * 0x1p-11) + 3 / std::sqrt(n));
+}
+}  // namespace
+
 Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens) {
   const double H = static_cast<double>(shape.hidden);
   const double I = static_cast<double>(shape.shared_intermediate > 0
@@ -137,9 +166,8 @@ Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t glob
   const double backward = 2 * sum(H) + 2 * sum(widest) + sum(shape.topk);
   const double gradient = backward + sum(rows);
   Tolerances t{forward, backward, backward, gradient, gradient, gradient};
-  if (precision != Precision::bf16) return t;
+  if (storage_type(precision) != Precision::bf16) return t;
 
-  const auto flips = [](double n) { return 0x1p-7 * std::min(1.0, 1.0 / 16 + 3 / std::sqrt(n)); };
   const double block_H = std::min<double>(H, kCompareBlock);
   const double block_I = std::min<double>(I, kCompareBlock);
   t.y += 3 * flips(I) + 2 * flips(block_H);
@@ -148,6 +176,35 @@ Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t glob
   t.d_w_down += 4 * flips(block_I);
   t.d_w_gate_up += 7 * 0x1p-7;
   t.d_shared_vector += flips(H) + 3 * flips(I);
+  if (!is_quantized(precision)) return t;
+
+  const double routed = static_cast<double>(shape.intermediate);
+  t.y += jumps(3, routed);
+  t.d_x += jumps(7, 2 * routed);
+  t.d_topk_weights += jumps(3, routed);
+  t.d_w_down += jumps(3, std::min<double>(routed, kCompareBlock));
+  t.d_w_gate_up += jumps(7, 1);
+  return t;
+}
+
+Tolerances whole_tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens) {
+  if (!is_quantized(precision)) {
+    return {kInfinity, kInfinity, kInfinity, kInfinity, kInfinity, kInfinity};
+  }
+  const double rows = static_cast<double>(std::max<int64_t>(1, global_tokens * shape.topk));
+  const double values = rows * static_cast<double>(shape.intermediate);
+  const double shared = static_cast<double>(global_tokens * shape.shared_intermediate);
+  const double fewest = shared > 0 ? std::min(values, shared) : values;
+  const auto with = [&](int bf16_stages, int stages_before) {
+    return bf16_stages * flips(fewest) + jumps(stages_before, values);
+  };
+  Tolerances t = tolerances(shape, Precision::fp32, global_tokens);  // sums
+  t.y += with(5, 3);
+  t.d_x += with(9, 7);
+  t.d_topk_weights += with(4, 3);
+  t.d_w_down += with(4, 3);
+  t.d_w_gate_up += with(7, 7);
+  t.d_shared_vector = kInfinity;  // a single row
   return t;
 }
 

@@ -20,10 +20,16 @@ inline constexpr int64_t kCompareBlock = 64;  // columns
 // although its error is of the usual size. A usual block is the root mean square of the group's
 // non-zero elements times the square root of the block's columns.
 //
+//   whole_err     ||a - b|| / ||b|| of all that was taken in: judged where the format makes a
+//   single
+//                 block's bound wide (mxfp8, fp8)
+//
 // NaN passes only where both have one; an infinity only where both have the same.
 struct Difference {
   double max_rel_err = 0;
   double scaled_err = 0;
+  double off_squares = 0, size_squares = 0;  // of all elements
+  double whole_err() const;
   int64_t row = -1, column = -1;                // first element of the block of max_rel_err
   int64_t scaled_row = -1, scaled_column = -1;  // and of scaled_err
 
@@ -46,5 +52,7 @@ struct Tolerances {
   double d_shared_vector;        // gradient of the shared gate
 };
 Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens);
+// The largest whole_err that passes; infinity, everywhere, unless the precision is quantised.
+Tolerances whole_tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens);
 
 }  // namespace mok::problem

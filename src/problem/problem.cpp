@@ -136,23 +136,22 @@ void Problem::fill(Tensor t, int64_t begin, int64_t end, Precision precision, vo
       fill_normal(stream, first, n, scale(t), to);
     }
   };
-  switch (precision) {
-    case Precision::bf16:
-      fill_as(static_cast<bf16*>(out));
-      break;
+  switch (storage_type(precision)) {
     case Precision::fp32:
       fill_as(static_cast<float*>(out));
       break;
     case Precision::fp64:
       fill_as(static_cast<double*>(out));
       break;
+    default:
+      fill_as(static_cast<bf16*>(out));
   }
 }
 
 std::vector<double> Problem::values(Tensor t, int64_t begin, int64_t end,
                                     Precision precision) const {
   const auto n = static_cast<size_t>((end - begin) * row_elements(t));
-  if (precision == Precision::bf16) {
+  if (storage_type(precision) == Precision::bf16) {
     std::vector<bf16> stored(n);
     fill(t, begin, end, precision, stored.data());
     return widened(stored);
@@ -222,7 +221,9 @@ reference::Inputs oracle_inputs(const Problem& problem, Precision precision,
   };
   in.shared = {all(Tensor::shared_gate), all(Tensor::shared_up), all(Tensor::shared_down)};
   in.shared_gate = all(Tensor::shared_vector);
-  in.round_bf16 = precision == Precision::bf16;
+  in.round_bf16 = storage_type(precision) == Precision::bf16;
+  in.blocks.length = block_size(precision);
+  if (precision == Precision::fp8) in.blocks.weight_rows = in.blocks.length;
   return in;
 }
 

@@ -1,5 +1,6 @@
 #include "reference/reference.h"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <string>
@@ -14,6 +15,14 @@ namespace {
 using Vector = std::vector<double>;
 
 double to_bf16_value(double v) { return numerics::to_float(numerics::to_bf16(v)); }
+
+// The nearest of 0, +-2^-9 .. +-448, ties to even; NaN stays one.
+double to_e4m3_value(double v) {
+  if (!(std::fabs(v) < 448)) return std::isnan(v) ? v : std::copysign(448.0, v);
+  const int exponent = std::max(v == 0 ? 0 : std::ilogb(v), -6);  // of numbers with 3 fraction bits
+  const double step = std::ldexp(1.0, exponent - 3);
+  return std::nearbyint(v / step) * step;
+}
 
 double sigmoid(double v) { return 1 / (1 + std::exp(-v)); }
 double silu(double v) { return v * sigmoid(v); }
@@ -55,35 +64,52 @@ class Layer {
 
   double round(double v) const { return in_.round_bf16 ? to_bf16_value(v) : v; }
 
+  enum class Kind { routed, shared };  // only a routed expert's operands are quantised
+
   // What an expert of width I does to its rows; adds its weight gradients to *d.
-  RowResults expert(const Expert& w, int64_t I, const std::vector<Row>& rows, Expert* d) const {
+  RowResults expert(Kind kind, const Expert& w, int64_t I, const std::vector<Row>& rows,
+                    Expert* d) const {
     const int64_t n = static_cast<int64_t>(rows.size());
+    const bool rounds = kind == Kind::routed && in_.blocks.length > 0;
+    const auto rounded = [&](const Vector& m, int64_t columns) {  // along rows
+      return rounds ? quantized(m, n, columns, 1, in_.blocks.length) : m;
+    };
     RowResults out;
+
+    // Forward contracts over the columns of a weight, backward over its rows.
+    const auto [length, across] = in_.blocks;
+    const Expert w_q = rounds ? quantized(w, I, across, length) : Expert{};
+    const Expert w_t = rounds && d ? quantized(w, I, length, across) : Expert{};
+    const Expert& forward = rounds ? w_q : w;
+    const Expert& backward = rounds ? w_t : w;
+    const Vector x = rounded(gather(in_.x, rows), H);  // [n, H]
 
     // g, u [n, I]
     Vector g(n * I), u(n * I), h(n * I);
     for (int64_t i = 0; i < I; ++i) {
       for (int64_t row = 0; row < n; ++row) {
-        g[row * I + i] = round(dot(x(rows[row]), &w.gate[i * H], H));
-        u[row * I + i] = round(dot(x(rows[row]), &w.up[i * H], H));
+        g[row * I + i] = round(dot(&x[row * H], &forward.gate[i * H], H));
+        u[row * I + i] = round(dot(&x[row * H], &forward.up[i * H], H));
       }
     }
     // h = silu(min(g, L)) * clamp(u, -L, L)
     for (int64_t j = 0; j < n * I; ++j) h[j] = round(silu(below(g[j])) * between(u[j]));
+    h = rounded(h, I);
 
     out.r.resize(n * H);
     for (int64_t j = 0; j < H; ++j) {
       for (int64_t row = 0; row < n; ++row) {
-        out.r[row * H + j] = round(dot(&h[row * I], &w.down[j * I], I));
+        out.r[row * H + j] = round(dot(&h[row * I], &forward.down[j * I], I));
       }
     }
     if (!d) return out;
 
     // d_h = d_y . w_down, without the weight
+    const Vector d_y = rounded(gather(in_.d_y, rows), H);  // [n, H]
     Vector d_h(n * I);
     for (int64_t j = 0; j < H; ++j) {
       for (int64_t row = 0; row < n; ++row) {
-        add_scaled(&d_h[row * I], d_y(rows[row])[j], &w.down[j * I], I);
+        add_scaled(&d_h[row * I], d_y[row * H + j], &backward.down[j * I], I);
       }
     }
     for (double& v : d_h) v = round(v);
@@ -104,19 +130,21 @@ class Layer {
         weighted_h[j] = round(weight * h[j]);
       }
     }
+    d_g = rounded(d_g, I);
+    d_u = rounded(d_u, I);
 
     for (int64_t j = 0; j < H; ++j) {
       for (int64_t row = 0; row < n; ++row) {
-        add_scaled(&d->down[j * I], d_y(rows[row])[j], &weighted_h[row * I], I);
+        add_scaled(&d->down[j * I], d_y[row * H + j], &weighted_h[row * I], I);
       }
     }
     out.d_x.resize(n * H);
     for (int64_t i = 0; i < I; ++i) {
       for (int64_t row = 0; row < n; ++row) {
-        add_scaled(&d->gate[i * H], d_g[row * I + i], x(rows[row]), H);
-        add_scaled(&d->up[i * H], d_u[row * I + i], x(rows[row]), H);
-        add_scaled(&out.d_x[row * H], d_g[row * I + i], &w.gate[i * H], H);
-        add_scaled(&out.d_x[row * H], d_u[row * I + i], &w.up[i * H], H);
+        add_scaled(&d->gate[i * H], d_g[row * I + i], &x[row * H], H);
+        add_scaled(&d->up[i * H], d_u[row * I + i], &x[row * H], H);
+        add_scaled(&out.d_x[row * H], d_g[row * I + i], &backward.gate[i * H], H);
+        add_scaled(&out.d_x[row * H], d_u[row * I + i], &backward.up[i * H], H);
       }
     }
     for (double& v : out.d_x) v = round(v);
@@ -124,8 +152,25 @@ class Layer {
   }
 
  private:
-  const double* x(const Row& row) const { return &in_.x[row.token * H]; }
-  const double* d_y(const Row& row) const { return &in_.d_y[row.token * H]; }
+  // The rows' tokens [n, H] of a tensor [G, H].
+  Vector gather(const Vector& tokens, const std::vector<Row>& rows) const {
+    Vector out;
+    out.reserve(rows.size() * H);
+    for (const Row& row : rows) {
+      const auto from = tokens.begin() + row.token * H;
+      out.insert(out.end(), from, from + H);
+    }
+    return out;
+  }
+  Expert quantized(const Expert& w, int64_t I, int64_t tall, int64_t wide) const {
+    return {reference::quantized(w.gate, I, H, tall, wide),
+            reference::quantized(w.up, I, H, tall, wide),
+            reference::quantized(w.down, H, I, tall, wide)};
+  }
+  Vector quantized(const Vector& m, int64_t rows, int64_t columns, int64_t tall,
+                   int64_t wide) const {
+    return reference::quantized(m, rows, columns, tall, wide);
+  }
   // NaN passes both.
   double below(double v) const { return v > L ? L : v; }
   double between(double v) const { return v > L ? L : v < -L ? -L : v; }
@@ -169,6 +214,29 @@ int64_t checked_tokens(const Inputs& in) {
 
 }  // namespace
 
+Vector quantized(const Vector& m, int64_t rows, int64_t columns, int64_t tall, int64_t wide) {
+  Vector out(m.size());
+  for (int64_t row0 = 0; row0 < rows; row0 += tall) {
+    for (int64_t column0 = 0; column0 < columns; column0 += wide) {
+      const int64_t row1 = std::min(row0 + tall, rows);
+      const int64_t column1 = std::min(column0 + wide, columns);
+      double amax = 1e-12;  // NaN is passed over
+      for (int64_t r = row0; r < row1; ++r) {
+        for (int64_t c = column0; c < column1; ++c) {
+          amax = std::fmax(amax, std::fabs(m[r * columns + c]));
+        }
+      }
+      const double unit = std::isinf(amax) ? 0x1p127 : std::exp2(std::ceil(std::log2(amax / 448)));
+      for (int64_t r = row0; r < row1; ++r) {
+        for (int64_t c = column0; c < column1; ++c) {
+          out[r * columns + c] = to_bf16_value(to_e4m3_value(m[r * columns + c] / unit) * unit);
+        }
+      }
+    }
+  }
+  return out;
+}
+
 Outputs run(const Inputs& in, const TakeGradient& take) {
   const LayerShape& shape = in.shape;
   const int64_t G = checked_tokens(in), H = shape.hidden, I = shape.intermediate, K = shape.topk;
@@ -191,7 +259,8 @@ Outputs run(const Inputs& in, const TakeGradient& take) {
         rows.push_back(
             {t, shape.shared_gate ? sigmoid(dot(&in.x[t * H], in.shared_gate.data(), H)) : 1.0});
       }
-      const RowResults s = layer.expert(in.shared, I_s, rows, backward ? &d : nullptr);
+      const RowResults s =
+          layer.expert(Layer::Kind::shared, in.shared, I_s, rows, backward ? &d : nullptr);
       for (int64_t row = 0; row < T; ++row) {
         const int64_t t = rows[row].token;
         const double sigma = rows[row].weight;
@@ -223,7 +292,8 @@ Outputs run(const Inputs& in, const TakeGradient& take) {
       if (backward && !take) d = zeros(I, H);
       std::vector<Row> rows;
       for (const int64_t slot : slots[e]) rows.push_back({slot / K, in.topk_weights[slot]});
-      const RowResults result = layer.expert(in.expert(e), I, rows, backward ? &d : nullptr);
+      const RowResults result =
+          layer.expert(Layer::Kind::routed, in.expert(e), I, rows, backward ? &d : nullptr);
       for (int64_t row = 0; row < std::ssize(rows); ++row) {
         const int64_t slot = slots[e][row];
         r[slot].assign(&result.r[row * H], &result.r[row * H] + H);

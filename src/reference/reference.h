@@ -4,6 +4,10 @@
 // slot (t, k) is one row, experts are taken one after the other, and what an expert does to its
 // rows is one function, used by the shared expert too. It shares no formula with the executors,
 // only the conversion to bf16.
+//
+// Quantised precisions (docs/numerics.md, "Precisions"): the oracle rounds each operand of a routed
+// product to the format and goes on in float64, so quantisation is part of what is computed, and
+// the gradients are those of the rounded values with every rounding passed straight through.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +42,18 @@ struct Inputs {
   // The roundings to bf16 that the contract states; else none at all (what fp32 and fp64 compute).
   // Sums stay in float64 either way.
   bool round_bf16 = false;
+  // Blocks of the routed experts' operands: `length` elements along each contraction (0: nothing is
+  // quantised), for weights times `weight_rows` across it.
+  struct Blocks {
+    int64_t length = 0, weight_rows = 1;
+  } blocks;
 };
+
+// m [rows, columns], each element rounded to the E4M3 numbers of its block of `tall` rows and
+// `wide` columns; a block's unit is the smallest power of two >= max(largest |element|, 1e-12) /
+// 448.
+std::vector<double> quantized(const std::vector<double>& m, int64_t rows, int64_t columns,
+                              int64_t tall, int64_t wide);
 
 struct Outputs {
   std::vector<double> y;               // [G, H]

@@ -50,6 +50,27 @@ def test_json_has_what_is_promised():
     assert result["repeat_same_bits"] is True
 
 
+@pytest.mark.parametrize(("precision", "row"), [("mxfp8", 96 + 16), ("fp8", 96 + 16)])
+def test_fp8_precisions(precision, row):
+    problem = [*SHARED, "--tokens", "40,30", "--ep", 2, "--precision", precision]
+    result = run(*problem, "--check", "--repeat", 2)
+    assert result["precision"] == precision and result["repeat_same_bits"] is True
+    check = result["check"]
+    assert check["pass"] is True
+    for output in OUTPUTS:
+        assert check["whole_err"][output] < check["whole_tolerance"][output] < 2.6e-2
+    assert result["time_ms"]["quantize_weights"] > 0
+    plan = mok_json("plan", *problem, "--validate")
+    assert plan["validate"]["pass"] is True
+    assert plan["memory"]["symmetric"]["staged_x"] == 40 * row
+    # Half the bytes of x, and all those of y: what bf16's plan says less 96 * 2 - row a token.
+    plain = mok_json("plan", *problem, "--precision", "bf16")
+    there, back = plan["forward"]["link_bytes"], plain["forward"]["link_bytes"]
+    assert 0 < back[1][0] - there[1][0] <= 30 * (192 - row)
+    bench = mok_json("bench", "--device", "cpu", *problem, "--routing", "uniform", "--repeat", 1)
+    assert bench["results"][0]["time_ms"]["quantize_weights"] > 0
+
+
 def test_forward_alone_has_no_gradients():
     result = run(*SMALL, "--tokens", 40, "--pass", "forward")
     assert list(result["digest"]) == ["y"] and list(result["time_ms"]) == ["forward"]
@@ -69,7 +90,7 @@ def test_splits_give_the_same_digests(routing):
     assert results[0]["digest"] != run(*SHARED, *SPLITS[0], "--seed", 2)["digest"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64", "mxfp8", "fp8"])
 def test_processes_give_the_bits_of_threads(precision):
     arguments = [*SHARED, "--ep", 4, "--tokens", "50,0,70,20", "--precision", precision]
     threads = run(*arguments, "--ranks", "threads")

@@ -21,13 +21,16 @@ def fresh_compiler():
         GROUPS.pop().close()
 
 
-def operands(p):
+def operands(p, precision=None):
     """Arguments of torch.ops.mok.forward, with a workspace made for them."""
     group = mok.new_group()
-    mok.moe(p.x, p.ids, p.topk_weights, *p.weights.each(), group=group)
+    fp8 = []
+    if precision is not None:
+        fp8 = list(mok.quantize_weights(precision, *p.weights.each()[:3]))
+    mok.moe(p.x, p.ids, p.topk_weights, *p.weights.each(), precision=precision, group=group)
     GROUPS.append(group)
     ((handle, rows, _),) = group._workspaces.values()
-    return [p.x, p.ids, p.topk_weights, *p.weights.each(), *(None,) * 7, handle, rows, 0]
+    return [p.x, p.ids, p.topk_weights, *p.weights.each(), *(None,) * 7, handle, rows, 0, fp8]
 
 
 PROBLEMS = {
@@ -35,6 +38,22 @@ PROBLEMS = {
     "gated shared fp32": {"shared": 5, "shared_gate": True, "dtype": torch.float32, "hidden": 22},
     "shared fp64": {"shared": 5, "hidden": 26},
 }
+
+
+# PyTorch's test_schema compares arguments, which it cannot do of float8.
+WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor")
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "fp8"])
+def test_K2_opcheck_quantized(precision):
+    p = problem(1, dtype=torch.bfloat16)
+    arguments = operands(p, precision)
+    outputs = torch.ops.mok.forward(*arguments)
+    arguments[-3] = 0
+    torch.library.opcheck(torch.ops.mok.forward.default, arguments, test_utils=WITHOUT_SCHEMA)
+    fp8 = [*arguments[-1][:4], *arguments[-1][6:]]
+    backward = [p.d_y, *arguments[:10], *outputs[1:], arguments[-4], 0, 511, fp8]
+    torch.library.opcheck(torch.ops.mok.backward.default, backward, test_utils=WITHOUT_SCHEMA)
 
 
 @pytest.mark.parametrize("settings", PROBLEMS)
@@ -48,7 +67,7 @@ def test_K2_opcheck_forward(settings):
             # Rows that are kept but have no token hold anything; so no comparison of all outputs.
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )  # fmt: skip
-    arguments[-2] = 0
+    arguments[-3] = 0
     torch.library.opcheck(torch.ops.mok.forward.default, arguments)
     with_grad = [
         t.detach().requires_grad_() if torch.is_tensor(t) and t.is_floating_point() else t
@@ -62,7 +81,7 @@ def test_K2_opcheck_backward(needs):
     p = problem(2, shared=5, shared_gate=True, hidden=28, dtype=torch.bfloat16)
     arguments = operands(p)
     outputs = torch.ops.mok.forward(*arguments)
-    backward = [p.d_y, *arguments[:10], *outputs[1:], arguments[-3], 0, needs]
+    backward = [p.d_y, *arguments[:10], *outputs[1:], arguments[-4], 0, needs, []]
     torch.library.opcheck(torch.ops.mok.backward.default, backward)
     main = [
         None if w is None or i % 2 else torch.zeros(w.shape) for i, w in enumerate(arguments[3:10])
@@ -96,7 +115,7 @@ def test_K2_fake_tensors_with_symbolic_tokens(ids):
             for i, t in enumerate(arguments[:10])
         ]  # fmt: skip
         outputs = torch.ops.mok.forward(*fake, *arguments[10:])
-        grads = torch.ops.mok.backward(outputs[0], *fake, *outputs[1:], arguments[-3], 0, 511)
+        grads = torch.ops.mok.backward(outputs[0], *fake, *outputs[1:], arguments[-4], 0, 511, [])
     assert isinstance(outputs[0].shape[0], torch.SymInt)
     for got, want in zip(outputs, real, strict=True):
         assert [int(s) for s in got.shape] == list(want.shape) and got.dtype == want.dtype

@@ -86,7 +86,7 @@ NOTHING = object()  # of no type that anything takes
 @pytest.mark.parametrize("name", list(inspect.signature(mok.MoELayer).parameters))
 def test_type_of_each_setting_of_the_layer(name, value):
     right = {
-        "layout": str, "device": str, "swiglu_limit": float, "shared_gate": bool,
+        "layout": str, "device": str, "precision": str, "swiglu_limit": float, "shared_gate": bool,
         "accumulate_into_main_grad": bool,
     }.get(name, type(None))  # fmt: skip
     if type(value) is right:
@@ -245,8 +245,8 @@ def test_operators_check_for_themselves():
     run(p, group)
     ((handle, saved_rows, _),) = group._workspaces.values()
 
-    def forward(tensors, workspace=handle, saved=0, layout=0):
-        return torch.ops.mok.forward(*tensors, *(None,) * 7, workspace, saved, layout)
+    def forward(tensors, workspace=handle, saved=0, layout=0, fp8=()):
+        return torch.ops.mok.forward(*tensors, *(None,) * 7, workspace, saved, layout, list(fp8))
 
     outputs = forward(a, saved=saved_rows)
     for i, name in enumerate(NAMES):
@@ -259,10 +259,11 @@ def test_operators_check_for_themselves():
         ({"saved": -1}, "saved_rows"),
         ({"layout": 3}, "layout"),
         ({"layout": 1}, "w_gate|w_up"),
+        ({"fp8": [a[0]]}, "quantized"),
     ):
         with pytest.raises(ValueError, match=name):
             forward(a, **arguments_)
-    backward = [p.d_y, *a, *outputs[1:], handle, 0, 511]
+    backward = [p.d_y, *a, *outputs[1:], handle, 0, 511, []]
     assert len(torch.ops.mok.backward(*backward)) == 9
     for i, name in ((0, "d_y"), (12, "saved"), (14, "saved_shared_gate"), (16, "saved_shared_out")):
         with pytest.raises(ValueError, match=name):

@@ -493,16 +493,6 @@ def test_layer_errors():
                           "x": p.x}  # fmt: skip
                 with pytest.raises(ValueError, match=rf"^{name}: "):
                     F.validate_inputs(**{**checks, name: value[..., :-1]})
-    for name in names:
-        pair = (arguments[name], torch.zeros(1, dtype=torch.uint8))
-        with pytest.raises(NotImplementedError, match=rf"^{name}: MXFP8"):
-            F.forward(**{**arguments, name: pair})
-        with pytest.raises(NotImplementedError, match=rf"^{name}: MXFP8"):
-            F.backward(**{**backward, name: pair})
-    with pytest.raises(NotImplementedError, match=r"^routed_up_weights: MXFP8"):
-        F.recompute_forward_context(
-            config, workspace, schedule, p.x, *ordered(p.weights)[:2], p.weights.gate, (1, 2)
-        )
     with pytest.raises(ValueError, match=r"give all of them or none"):
         F.forward(**{**arguments, "shared_up_weights": None})
     with pytest.raises(ValueError, match=r"^shared_gate_vector: given without"):

@@ -41,7 +41,7 @@ Draw draw(uint64_t seed) {
     d.options.tokens.push_back(pick(0, 4) == 0 ? 0 : pick(1, 300));
     d.tokens += d.options.tokens.back();
   }
-  d.options.precision = static_cast<Precision>(pick(0, 2));
+  d.options.precision = static_cast<Precision>(pick(0, 4));
   d.options.save = pick(0, 3) > 0;
   WorkspaceOptions& w = d.options.workspace;
   w.max_tokens = 300;

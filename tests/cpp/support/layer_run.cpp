@@ -5,6 +5,8 @@
 #include <numeric>
 #include <thread>
 
+#include "mok/quantize.h"
+#include "numerics/bf16.h"
 #include "problem/compare.h"
 #include "reference/reference.h"
 
@@ -41,6 +43,43 @@ std::vector<int64_t> split(int64_t tokens, int ranks) {
   return out;
 }
 
+namespace {
+
+template <class T>
+void scale_as(Bytes& b, double factor) {
+  using S = numerics::Storage<T>;
+  auto* v = reinterpret_cast<T*>(b.data());
+  for (size_t i = 0; i < b.size() / sizeof(T); ++i) {
+    v[i] = S::store(S::load(v[i]) * static_cast<numerics::Acc<T>>(factor));
+  }
+}
+
+void scale(Bytes& b, Precision precision, double factor) {
+  switch (storage_type(precision)) {
+    case Precision::fp32:
+      return scale_as<float>(b, factor);
+    case Precision::fp64:
+      return scale_as<double>(b, factor);
+    default:
+      return scale_as<numerics::bf16>(b, factor);
+  }
+}
+
+RankTensors::Quantized quantized(Precision precision, const Bytes& weight, int64_t experts,
+                                 int64_t rows, int64_t columns) {
+  RankTensors::Quantized q;
+  q.data.resize(experts * rows * columns);
+  q.data_t.resize(q.data.size());
+  q.scales.resize(experts * scale_bytes(precision, rows, columns));
+  q.scales_t.resize(experts * scale_bytes(precision, columns, rows));
+  quantize_weights(precision, {weight.data(), rows * columns, columns}, experts, rows, columns,
+                   {q.data.data(), reinterpret_cast<uint8_t*>(q.scales.data()), q.data_t.data(),
+                    reinterpret_cast<uint8_t*>(q.scales_t.data())});
+  return q;
+}
+
+}  // namespace
+
 LayerRun::LayerRun(const Problem& problem, const RunOptions& options)
     : options_(options), shape_(problem.shape()), tensors_(options.tokens.size()) {
   const int n = ranks();
@@ -69,6 +108,9 @@ LayerRun::LayerRun(const Problem& problem, const RunOptions& options)
     const int64_t last = first + t.tokens, slots = t.tokens * shape_.topk;
     t.x = slice(Tensor::x, first, last);
     t.d_y = slice(Tensor::d_y, first, last);
+    if (options.input_factor != 1) {
+      for (Bytes* b : {&t.x, &t.d_y}) scale(*b, options.precision, options.input_factor);
+    }
     t.topk_weights.resize(slots * scalar);
     if (options.precision == Precision::fp64) {
       problem.fill_topk_weights(first, last, reinterpret_cast<double*>(t.topk_weights.data()));
@@ -85,6 +127,12 @@ LayerRun::LayerRun(const Problem& problem, const RunOptions& options)
     t.w_gate = slice(Tensor::w_gate, r * experts, (r + 1) * experts);
     t.w_up = slice(Tensor::w_up, r * experts, (r + 1) * experts);
     t.w_down = slice(Tensor::w_down, r * experts, (r + 1) * experts);
+    if (is_quantized(options.precision)) {
+      const int64_t h = shape_.hidden, i = shape_.intermediate;
+      t.q_gate = quantized(options.precision, t.w_gate, experts, i, h);
+      t.q_up = quantized(options.precision, t.w_up, experts, i, h);
+      t.q_down = quantized(options.precision, t.w_down, experts, h, i);
+    }
     t.w_sg = whole(Tensor::shared_gate);
     t.w_su = whole(Tensor::shared_up);
     t.w_sd = whole(Tensor::shared_down);
@@ -148,6 +196,17 @@ BackwardArgs LayerRun::backward_args(int r) {
   a.weights.shared_up_proj = {data_or_null(t.w_su), h};
   a.weights.shared_down_proj = {data_or_null(t.w_sd), shared};
   a.weights.shared_gate_vector = data_or_null(t.w_vector);
+  if (is_quantized(options_.precision)) {
+    const auto normal = [](const RankTensors::Quantized& q) {
+      return QuantizedStack{q.data.data(), reinterpret_cast<const uint8_t*>(q.scales.data())};
+    };
+    const auto transposed = [](const RankTensors::Quantized& q) {
+      return QuantizedStack{q.data_t.data(), reinterpret_cast<const uint8_t*>(q.scales_t.data())};
+    };
+    a.weights.gate = a.weights.up = a.weights.down = {};
+    a.weights.quantized = {normal(t.q_gate),     normal(t.q_up),     normal(t.q_down),
+                           transposed(t.q_gate), transposed(t.q_up), transposed(t.q_down)};
+  }
   a.saved = {data_or_null(t.saved_gate), data_or_null(t.saved_up), data_or_null(t.saved_sg),
              data_or_null(t.saved_su), data_or_null(t.saved_out)};
   a.d_y = {data_or_null(t.d_y), h};
@@ -247,6 +306,9 @@ std::string compare_with_oracle(const Problem& problem, const RunOptions& option
   const LayerShape& s = problem.shape();
   reference::Inputs inputs =
       problem::oracle_inputs(problem, options.precision, options.tokens, backward);
+  for (std::vector<double>* v : {&inputs.x, &inputs.d_y}) {
+    for (double& e : *v) e *= options.input_factor;
+  }
   // What was really given: tests change ids and weights.
   inputs.topk_ids.clear();
   inputs.topk_weights.clear();
@@ -277,37 +339,58 @@ std::string compare_with_oracle(const Problem& problem, const RunOptions& option
   const problem::Tolerances limits = problem::tolerances(s, options.precision, problem.tokens());
   const Precision scalar = options.precision == Precision::fp64 ? Precision::fp64 : Precision::fp32;
   const Precision grad = options.mode == GradMode::storage ? options.precision : scalar;
+  const problem::Tolerances whole =
+      problem::whole_tolerances(s, options.precision, problem.tokens());
   std::string text;
   const auto check = [&](const std::string& name, const Bytes& actual, Precision type,
                          const double* wanted, int64_t rows, int64_t columns, double limit) {
     const auto d = problem::compare(actual.data(), type, columns, wanted, rows, columns);
-    if (d.scaled_err <= limit) return;
-    text += name + ": scaled error " + std::to_string(d.scaled_err) + " above " +
-            std::to_string(limit) + " at row " + std::to_string(d.scaled_row) + ", column " +
-            std::to_string(d.scaled_column) + "\n";
+    if (d.scaled_err > limit) {
+      text += name + ": scaled error " + std::to_string(d.scaled_err) + " above " +
+              std::to_string(limit) + " at row " + std::to_string(d.scaled_row) + ", column " +
+              std::to_string(d.scaled_column) + "\n";
+    }
+    return d;
+  };
+  const auto check_whole = [&](const std::string& name, const problem::Difference& d,
+                               double limit) {
+    if (d.whole_err() <= limit) return;
+    text += name + ": whole error " + std::to_string(d.whole_err()) + " above " +
+            std::to_string(limit) + "\n";
   };
   const int64_t tokens = problem.tokens(), h = s.hidden, i = s.intermediate;
-  check("y", run.global(&RankTensors::y), options.precision, expected.y.data(), tokens, h,
-        limits.y);
+  check_whole("y",
+              check("y", run.global(&RankTensors::y), options.precision, expected.y.data(), tokens,
+                    h, limits.y),
+              whole.y);
   if (!backward) return text;
-  check("d_x", run.global(&RankTensors::d_x), options.precision, expected.d_x.data(), tokens, h,
-        limits.d_x);
-  check("d_topk_weights", run.global(&RankTensors::d_topk_weights), scalar,
-        expected.d_topk_weights.data(), tokens, s.topk, limits.d_topk_weights);
+  check_whole("d_x",
+              check("d_x", run.global(&RankTensors::d_x), options.precision, expected.d_x.data(),
+                    tokens, h, limits.d_x),
+              whole.d_x);
+  check_whole("d_topk_weights",
+              check("d_topk_weights", run.global(&RankTensors::d_topk_weights), scalar,
+                    expected.d_topk_weights.data(), tokens, s.topk, limits.d_topk_weights),
+              whole.d_topk_weights);
   const auto experts = [&](const std::string& name, Bytes RankTensors::* tensor,
                            const std::vector<double>& wanted, int64_t rows, int64_t columns,
-                           double limit) {
+                           double limit, double whole_limit) {
     const Bytes all = run.global(tensor);
     const int64_t size = element_size(grad);
+    problem::Difference together;
     for (int e = 0; e < s.experts; ++e) {
       const auto* begin = all.data() + e * rows * columns * size;
-      check(name + " of expert " + std::to_string(e), Bytes(begin, begin + rows * columns * size),
-            grad, wanted.data() + e * rows * columns, rows, columns, limit);
+      together.add(check(name + " of expert " + std::to_string(e),
+                         Bytes(begin, begin + rows * columns * size), grad,
+                         wanted.data() + e * rows * columns, rows, columns, limit),
+                   0);
     }
+    check_whole(name, together, whole_limit);
   };
-  experts("d_w_gate", &RankTensors::d_gate, grads.gate, i, h, limits.d_w_gate_up);
-  experts("d_w_up", &RankTensors::d_up, grads.up, i, h, limits.d_w_gate_up);
-  experts("d_w_down", &RankTensors::d_down, grads.down, h, i, limits.d_w_down);
+  experts("d_w_gate", &RankTensors::d_gate, grads.gate, i, h, limits.d_w_gate_up,
+          whole.d_w_gate_up);
+  experts("d_w_up", &RankTensors::d_up, grads.up, i, h, limits.d_w_gate_up, whole.d_w_gate_up);
+  experts("d_w_down", &RankTensors::d_down, grads.down, h, i, limits.d_w_down, whole.d_w_down);
   const int64_t shared = s.shared_intermediate;
   for (int r = 0; r < run.ranks() && shared > 0; ++r) {
     const RankTensors& t = run.rank(r);

@@ -27,6 +27,7 @@ struct RunOptions {
   bool save = true;  // gate and up rows, the shared expert's rows
   GradMode mode = GradMode::sum;
   IdType id_type = IdType::int64;
+  double input_factor = 1;  // of x and d_y, a power of two
 };
 
 // One rank's tensors, in memory of exactly their size.
@@ -34,6 +35,9 @@ struct RankTensors {
   int64_t tokens = 0;
   Bytes x, ids, topk_weights, d_y;
   Bytes w_gate, w_up, w_down, w_sg, w_su, w_sd, w_vector;
+  struct Quantized {  // of w_gate, w_up, w_down; empty unless the precision is quantised
+    Bytes data, scales, data_t, scales_t;
+  } q_gate, q_up, q_down;
   Bytes saved_gate, saved_up, saved_sg, saved_su, saved_out;
   Bytes y, d_x, d_topk_weights;
   Bytes d_gate, d_up, d_down, d_sg, d_su, d_sd, d_vector;

@@ -73,7 +73,8 @@ INSTANTIATE_TEST_SUITE_P(
                              {.ring_rows = 512, .minibatch_rows = 128}},
                         Case{"no_rows", shape_of(64, 64, 4, 2, 16), {8, 9}, "none"},
                         Case{"wide", shape_of(600, 300, 2, 2), {40}}),
-        testing::Values(Precision::bf16, Precision::fp32, Precision::fp64)));
+        testing::Values(Precision::bf16, Precision::fp32, Precision::fp64, Precision::mxfp8,
+                        Precision::fp8)));
 
 // ---- the same bits ------------------------------------------------------------------------------
 
@@ -93,7 +94,8 @@ class Bits : public testing::TestWithParam<Precision> {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Executor, Bits,
-                         testing::Values(Precision::bf16, Precision::fp32, Precision::fp64));
+                         testing::Values(Precision::bf16, Precision::fp32, Precision::fp64,
+                                         Precision::mxfp8, Precision::fp8));
 
 TEST_P(Bits, DoNotDependOnTheNumberOfRanksOrTheSplit) {
   const Problem problem(shape(), 230, parse_routing("zipf:1.1"), 3);
