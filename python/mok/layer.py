@@ -331,7 +331,7 @@ class MoELayer(nn.Module):
             return None  # moe quantises
         with torch.no_grad():
             parameters = [_local(p) for p in self.expert_parameters()]
-            state = [(p.data_ptr(), p._version) for p in parameters]
+            state = [self.precision, *((p.data_ptr(), p._version) for p in parameters)]
             if self._quantized is None or self._quantized[0] != state:
                 weights = [None if w is None else _local(w) for w in tensors[:3]]
                 fp8 = quantize_weights(self.precision, *weights, layout=self.layout)

@@ -23,6 +23,13 @@ inline constexpr int kMxBlock = 32;            // elements of a block
 inline constexpr float kE4m3Max = 448.0f;      // 1.75 * 2^8
 inline constexpr float kMxAmaxFloor = 1e-12f;  // so that a block of zeros has a finite scale
 
+// c ? a : b, by mask: a conditional would come back as a branch around a's computation, and the
+// loop would not vectorise.
+MOK_INLINE uint32_t mx_select(bool c, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(c);
+  return (a & mask) | (b & ~mask);
+}
+
 // ---- E4M3 ------------------------------------------------------------------------------------
 
 // To nearest, ties to even; beyond +-448 (infinities included) +-448; NaN gives 0x7f. No branches:
@@ -37,10 +44,9 @@ MOK_INLINE e4m3 to_e4m3(float v) {
   // Below 2^-6: a multiple of 2^-9; that is the last place of numbers about 2^14.
   const uint32_t small =
       bit_cast<uint32_t>(bit_cast<float>(size) + 0x1p14f) - bit_cast<uint32_t>(0x1p14f);
-  uint32_t code = size < bit_cast<uint32_t>(0x1p-6f) ? small : normal;
-  code = size >= bit_cast<uint32_t>(kE4m3Max) ? 0x7eu : code;
-  code |= sign;
-  return e4m3{static_cast<uint8_t>(size > 0x7f800000u ? 0x7fu : code)};
+  uint32_t code = mx_select(size < bit_cast<uint32_t>(0x1p-6f), small, normal);
+  code = mx_select(size >= bit_cast<uint32_t>(kE4m3Max), 0x7eu, code) | sign;
+  return e4m3{static_cast<uint8_t>(mx_select(size > 0x7f800000u, 0x7fu, code))};
 }
 
 MOK_INLINE float to_float(e4m3 v) {
@@ -48,7 +54,7 @@ MOK_INLINE float to_float(e4m3 v) {
   const uint32_t code = v.bits & 0x7fu;
   const uint32_t normal = (code << 20) + ((127u - 7u) << 23);
   const uint32_t small = bit_cast<uint32_t>(static_cast<float>(static_cast<int>(code)) * 0x1p-9f);
-  const uint32_t size = code < 8u ? small : code == 0x7fu ? 0x7fc00000u : normal;
+  const uint32_t size = mx_select(code < 8u, small, mx_select(code == 0x7fu, 0x7fc00000u, normal));
   return bit_cast<float>(sign | size);
 }
 
@@ -64,8 +70,8 @@ MOK_INLINE float to_float(e8m0 s) {
 // passed over. On bits, so that loops over it vectorise.
 MOK_INLINE uint32_t mx_amax(uint32_t amax, bf16 v) {
   const uint32_t bits = v.bits & 0x7fffu;
-  const uint32_t size = bits > 0x7f80u ? 0u : bits;
-  return size > amax ? size : amax;
+  const uint32_t size = mx_select(bits > 0x7f80u, 0u, bits);
+  return amax > size ? amax : size;
 }
 
 // The smallest power of two >= max(amax, 1e-12) / 448, found by comparing fractions with 1.75: no

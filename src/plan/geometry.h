@@ -59,7 +59,10 @@ struct Geometry {
   MOK_HD int own_tokens() const { return tokens[rank]; }
   MOK_HD int own_tiles() const { return ceil_div(own_tokens(), kTileRows); }  // shared expert
   MOK_HD int columns_inter() const { return ceil_div(intermediate, kTileInter); }
-  MOK_HD int columns_d_hidden() const { return ceil_div(intermediate, tile_d_hidden); }
+  MOK_HD int columns_d_hidden() const {  // constants: kernels divide by them often
+    return tile_d_hidden == kTileDHidden ? ceil_div(intermediate, kTileDHidden)
+                                         : ceil_div(intermediate, kTileDHiddenFp8);
+  }
   MOK_HD int columns_hidden() const { return ceil_div(hidden, kTileHidden); }
   MOK_HD int columns_shared() const { return ceil_div(shared_intermediate, kTileInter); }
   MOK_HD int columns_shared_d_hidden() const { return ceil_div(shared_intermediate, kTileDHidden); }

@@ -163,6 +163,11 @@ def test_the_layer_requantises_when_a_parameter_changed(precision, layout):
     layer.requantize()
     assert not same_bits(layer(x), second)
     assert same_bits(copy.deepcopy(layer)(x), layer(x))
+    first = layer(x)
+    for other in (*PRECISIONS, "bf16", precision):
+        layer.precision = other
+        y = layer(x)
+    assert same_bits(y, first)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
