@@ -1,1 +1,0 @@
-#include "mok/cuda.h"
