@@ -49,9 +49,9 @@ class Bench:
         self.products = Products(self.limits, args.out / "products.log")
         self.records = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": sys.argv[1:],
             "mok": self.mok.info,
             "device": self.mok.device,
+            "digest_tokens": args.digest_tokens,
             "cases": [],
             "digests": [],
         }
@@ -111,9 +111,7 @@ class Bench:
         plan = self.mok.json("plan", *self.arguments(case))
         products = 6 * about["hidden"] * about["intermediate"] * plan["rows"] / case["ep"]
         for direction, factor in zip(DIRECTIONS, (1, 2), strict=True):
-            # mok bench's gradients: bf16 with bf16, else sums.
-            gradient_bytes = 2 if case["precision"] == "bf16" else 4
-            works = model.works_of_plan(plan, direction, gradient_bytes)
+            works = model.works_of_plan(plan, direction)
             case[direction] = {
                 "operations": factor * products,  # of a GPU, real rows
                 "link_bytes": max(w.link_bytes for w in works),
@@ -143,9 +141,7 @@ class Bench:
         record["virtual"] = self.on_gpus and ep > self.measured_ep
         arguments = ["run", *shape_arguments(name), "--precision", precision, "--routing", route,
                      "--ep", ep, "--tokens", self.args.digest_tokens // ep,
-                     "--device", self.mok.device]  # fmt: skip
-        if precision == "bf16":
-            arguments += ["--grads", "bf16"]  # half the bytes to fetch
+                     "--device", self.mok.device, "--grads", "bf16"]  # fmt: skip
         if record["virtual"]:
             arguments.append("--virtual")
         try:

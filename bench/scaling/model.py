@@ -29,12 +29,13 @@ slower together than alone.
 from dataclasses import dataclass, replace
 
 TILE = 128  # rows; src/plan/geometry.h
+BF16 = 2  # bytes of an element of tokens and, as `mok bench` delivers them, weight gradients
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU, in operations and bytes a second. H200: docs/measured.md, "What the model of
-    bench/scaling takes as given"."""
+    """Of one GPU, in operations and bytes a second. H200: where the figures are from stands in
+    docs/measured.md, "Scaling over GPUs"."""
 
     matrix: float = 660e12  # bf16, sustained
     hbm: float = 4.2e12
@@ -63,7 +64,6 @@ class Work:
     backward: bool = False
     recomputed_tiles: float = 0
     weight_bytes: float = 2  # of an element
-    gradient_bytes: float = 2
 
 
 def products_s(work, rates):
@@ -73,7 +73,7 @@ def products_s(work, rates):
     seconds = max(multiply, elements * work.weight_bytes / rates.hbm)
     if work.backward:
         seconds += 4 * TILE * work.recomputed_tiles * size / rates.matrix
-        seconds += multiply + elements * work.gradient_bytes / rates.hbm
+        seconds += multiply + elements * BF16 / rates.hbm
     return seconds
 
 
@@ -82,7 +82,7 @@ def links_s(work, rates):
 
 
 def rest_s(work, rates):
-    row = 2 * work.hidden  # bf16
+    row = BF16 * work.hidden
     moved = work.tokens * (work.topk + 1) * row
     if work.ranks > 1:
         moved += 2 * work.tokens * row * (2 if work.backward else 1)
@@ -108,7 +108,7 @@ def efficiency(works, rates, measured_s):
     )
 
 
-def works_of_plan(plan, direction, gradient_bytes=2):
+def works_of_plan(plan, direction):
     """What each rank does, from the object that `mok plan --json` prints."""
     shape, links = plan["shape"], plan[direction]["link_bytes"]
     columns = -(-shape["intermediate"] // TILE)  # gate_up tasks of a tile
@@ -123,7 +123,6 @@ def works_of_plan(plan, direction, gradient_bytes=2):
         link_bytes=0,
         backward=direction == "backward",
         weight_bytes=WEIGHT_BYTES[plan["precision"]],
-        gradient_bytes=gradient_bytes,
     )
     works = []
     for rank, facts in enumerate(plan[direction]["ranks"]):

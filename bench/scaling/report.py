@@ -190,7 +190,8 @@ def text(records):
     for direction in DIRECTIONS:
         parts += [f"### {direction.capitalize()}", times_table(records["cases"], direction)]
     if records["digests"]:
-        parts += ["### Bits", digests_table(records["digests"])]
+        head = f"### Bits, {records['digest_tokens']} tokens of all ranks"
+        parts += [head, digests_table(records["digests"])]
     for head, lines in (("Goals", goals(records["cases"])), ("Failed", failures(records))):
         if lines:
             parts += [f"### {head}", "\n".join(f"* {line}" for line in lines)]
