@@ -1,8 +1,7 @@
-"""A machine with two GPUs, for tests of bench/scaling: `mok` is this file.
+"""A machine with two GPUs, for tests of bench/scaling: `mok info`, `bench` and `run`.
 
-`plan` is the real program's (MOK_BIN). `bench` and `run` answer at once and note their arguments
-in MOK_FAKE_LOG. H picks what goes wrong: 192 hangs at EP 1, 320 has no memory and other bits at
-EP 2.
+They answer at once and note their arguments in MOK_FAKE_LOG. H picks what goes wrong: 192 hangs
+at EP 1, 320 has no memory and other bits at EP 2.
 """
 
 import itertools
@@ -14,8 +13,6 @@ import time
 
 def main():
     command, *arguments = sys.argv[1:]
-    if command == "plan":
-        os.execv(os.environ["MOK_BIN"], [os.environ["MOK_BIN"], *sys.argv[1:]])
     with open(os.environ["MOK_FAKE_LOG"], "a") as log:
         log.write(" ".join(sys.argv[1:-1]) + "\n")
     option = dict(itertools.pairwise(arguments))

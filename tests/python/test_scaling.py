@@ -1,6 +1,7 @@
 """bench/scaling: the model's numbers, the routing, the command on this machine and a fake one."""
 
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -146,6 +147,22 @@ def test_routings_that_cannot_be_drawn(load, text):
         load("routing").name(text)
 
 
+def test_the_yardstick_takes_rows_of_a_file(monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    products = importlib.import_module("products_only")
+    np.save(tmp_path / "ids.npy", np.array([[0, 1], [2, 3], [3, 2], [3, -1]], np.int32))
+    path = str(tmp_path / "ids.npy")
+    assert products.rows_per_expert_of_file(path, 4, 1).tolist() == [1, 1, 2, 3]
+    assert products.rows_per_expert_of_file(path, 4, 2).tolist() == [2, 3]
+    asked = []
+    monkeypatch.setattr(products, "measure", lambda *problem: asked.append(problem))
+    monkeypatch.setattr(sys, "argv", ["products_only.py", "--backward", "-"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"a:64:2:{path}\nb:32:1\n"))
+    products.main()
+    assert asked == [("a", 64, 2, path, False, True), ("b", 32, 1, "", False, True)]
+
+
 # Command --------------------------------------------------------------------------------------
 
 
@@ -164,7 +181,7 @@ def cell(table, direction, head, column):
 
 
 @needs_mok
-def test_the_command_on_the_cpu(tmp_path):
+def test_the_command_on_the_cpu(tmp_path, load):
     arguments = ["--device", "cpu", "--ep", 1, 2, 4, "--gpus", 2, "--tokens", 48, "--repeat", 1,
                  "--digest-tokens", 64]  # fmt: skip
     done = scaling(tmp_path, "--model", "128,64,16,2", "gpt-1", *arguments)
@@ -187,18 +204,19 @@ def test_the_command_on_the_cpu(tmp_path):
     assert cell(table, "Bits", "128,64,16,2 | bf16 | zipf:1.2", 4).startswith("same")
     assert "gpt-1 bf16 uniform ep 2: mok plan: --model: 'gpt-1' is none of" in table
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    again = scaling(tmp_path / "again", "--replot", tmp_path / "records.json")
-    assert again.returncode == 1 and (tmp_path / "again" / "table.md").read_text() == table
+    again = tmp_path / "again"
+    replot = ["--replot", str(tmp_path / "records.json"), "--out", str(again)]
+    assert load("command").main(replot) == 1 and (again / "table.md").read_text() == table
 
 
 @needs_mok
 def test_two_gpus(tmp_path, load, monkeypatch):
     fake = tmp_path / "mok"
-    fake.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    plan, others = f'exec {MOK} "$@"', f'exec {sys.executable} {FAKE} "$@"'
+    fake.write_text(f"#!/bin/sh\ncase $1 in plan) {plan};; *) {others};; esac\n")
     fake.chmod(0o755)
     products = tmp_path / "products.py"
     products.write_text(FAKE_PRODUCTS)
-    monkeypatch.setenv("MOK_BIN", str(MOK))
     monkeypatch.setenv("MOK_FAKE_LOG", str(tmp_path / "log"))
     load("machine").PRODUCTS = products
     models = ["64,64,8,2", "192,64,8,2", "320,64,8,2"]
