@@ -4,11 +4,16 @@ Same shapes, and rows per expert from a random routing like the layer's; the sha
 products are included where asked. Prints one line a shape, forward (2 products) and backward (4).
 
     python3 bench/products_only.py qwen3-30b-a3b:8192:1 deepseek-v3:4096:2 [--shared] [--backward]
+
+With a file of ids ([tokens of all ranks, K], as `mok --routing file:` reads it) after a third
+colon, the rows are those of the rank that has most. "-" reads problems from stdin, a line each.
 """
 
 import argparse
 import statistics
+import sys
 
+import numpy as np
 import torch
 
 SHAPES = {  # H, I, E, K, I_s
@@ -29,6 +34,13 @@ def rows_per_expert(tokens, experts, topk, ranks, seed):
     return torch.bincount(ids, minlength=experts)[: experts // ranks]
 
 
+def rows_per_expert_of_file(path, experts, ranks):
+    """Rows of the experts of the rank that has most rows."""
+    ids = torch.from_numpy(np.load(path)).flatten()
+    rows = torch.bincount(ids[ids >= 0], minlength=experts).view(ranks, -1)
+    return rows[rows.sum(1).argmax()]
+
+
 def median_ms(run, iterations=20, warmup=3):
     times = []
     for i in range(iterations + warmup):
@@ -42,14 +54,17 @@ def median_ms(run, iterations=20, warmup=3):
     return statistics.median(times)
 
 
-def measure(name, tokens, ranks, shared, backward):
+def measure(name, tokens, ranks, file, shared, backward):
     H, I, E, K, I_s = SHAPES[name]
     local = E // ranks
     randn = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     w_gate_up, w_down = randn(local, 2 * I, H), randn(local, H, I)
     sets = []
     for seed in range(2):  # rotated: no set stays in L2
-        rows = rows_per_expert(tokens, E, K, ranks, seed)
+        if file:
+            rows = rows_per_expert_of_file(file, E, ranks)
+        else:
+            rows = rows_per_expert(tokens, E, K, ranks, seed)
         offs = rows.cumsum(0).to(device="cuda", dtype=torch.int32)
         n = int(rows.sum())
         sets.append((offs, randn(n, H), randn(n, I), randn(n, 2 * I), randn(n, H)))
@@ -80,13 +95,14 @@ def measure(name, tokens, ranks, shared, backward):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("problems", nargs="+", help="MODEL:TOKENS:RANKS")
+    parser.add_argument("problems", nargs="+", help="MODEL:TOKENS:RANKS[:IDS.npy], or -")
     parser.add_argument("--shared", action="store_true", help="with the shared expert's products")
     parser.add_argument("--backward", action="store_true")
     args = parser.parse_args()
-    for problem in args.problems:
-        name, tokens, ranks = problem.split(":")
-        measure(name, int(tokens), int(ranks), args.shared, args.backward)
+    for problem in sys.stdin if args.problems == ["-"] else args.problems:
+        name, tokens, ranks, *file = problem.strip().split(":", 3)
+        measure(name, int(tokens), int(ranks), file[0] if file else "", args.shared, args.backward)
+        torch.cuda.empty_cache()  # other programs may need the memory before the next problem
 
 
 if __name__ == "__main__":
