@@ -12,9 +12,10 @@
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
 //     task[4], shape[4]               schedule     task_full        all         task_empty: publish
 //   task_done: 8 consumer warps -> publish       draw: load -> schedule (draw the next ticket now)
+//   task_loading: load -> consumers (the task's inputs are there)
 //
 // A pending epilogue may be what the next task's inputs wait for, here or in another block. So a
-// consumer stores it at once unless the next tile's first stage is already full.
+// consumer stores it at once unless the next tile is already being loaded.
 //
 // Bits: an element's products are added in one chain, K ascending in steps of 16, whichever tile
 // row, warpgroup or column width it falls in.
@@ -51,6 +52,7 @@ concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
 // look at its counter (5000 cycles; a step is 1024). In backward, whose scheduler has more to do
 // and whose tiles are short: at once.
 inline constexpr int kDrawLead = 10;
+inline constexpr int kDrawLeadDHidden = 18;  // its steps are shorter, its look-up is longer
 
 inline constexpr uint32_t kHalfBytesA = kHalfM * kTileK * 2;
 inline constexpr uint32_t kGroupBytesB = kGroupN * kTileK * 2;
@@ -100,7 +102,9 @@ class TileLoader {
       const TileTask& task = shared_.task[task_at.slot()];
       if (task.kind == TaskKind::stop) return;
       hooks_.wait_ready(task);
-      to_draw_ = max(task.steps - kDrawLead, 0);
+      shared_.task_loading[task_at.slot()].arrive();
+      const bool d_hidden = kBackward && task.kind == TaskKind::d_hidden;
+      to_draw_ = max(task.steps - (d_hidden ? kDrawLeadDHidden : kDrawLead), 0);
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
       const bool both_halves = task.rows > kHalfM;
@@ -228,28 +232,28 @@ class TileConsumer {
   __device__ __forceinline__ void run() {
     Next next = look_ahead<1>();
     while (true) {
-      // What is pending is of the task before task_at_.
+      // What is pending is of the task before at_'s.
       if (tile_.pending() && next != Next::spread) {
         next = look_ahead<kLooks>();
         if (next != Next::spread) store_pending();
       }
       if (next == Next::unknown &&
-          !wait(shared_.task_full[task_at_.slot()], task_at_.phase(), shared_.abort)) {
+          !wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) {
         return;
       }
       const TileTask::Shape shape = next_shape();
       if (shape.kind() == TaskKind::stop) return;
 
-      const TileTask& task = shared_.task[task_at_.slot()];
+      const TileTask& task = shared_.task[at_.low()];
       if (is_idle(shape)) {
         pass(shape.steps());
-        finish(task_at_.slot());
-        task_at_.advance();
+        finish(at_.low());
+        at_.advance_low();
         next = look_ahead<1>();
       } else if (kBackward && shape.steps() == 0) {
         GradientStore(products_.product[task.product], task).store_nothing();
-        finish(task_at_.slot());
-        task_at_.advance();
+        finish(at_.low());
+        at_.advance_low();
         next = look_ahead<1>();
       } else {
         float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
@@ -261,17 +265,15 @@ class TileConsumer {
           multiply(acc, shape);
         }
         // While the last products are in flight.
-        task_at_.advance();
+        at_.advance_low();
         tile_.prepare(task);
-        // Backward has no register to keep the answer in.
-        next = kBackward ? Next::unknown : look_ahead<1>();
+        next = look_ahead<1>();
         ptx::wgmma_wait<0>();
-        release(stage_.slot_before(1));
+        release(at_.high_before(1));
         if (kBackward && shape.kind() == TaskKind::weight_grad) {
-          GradientStore store(products_.product[task.product], task);
-          if (store.in_fp32()) {
+          if (tile_.in_fp32()) {
             ptx::wgmma_settle<kTileN>(acc);
-            store.store(acc);
+            GradientStore(products_.product[task.product], task).store(acc);
             finish_pending();
           }
         }
@@ -293,7 +295,7 @@ class TileConsumer {
 
   // Uniform over the warp, which the compiler must know of whatever steers wgmma.
   __device__ __forceinline__ TileTask::Shape next_shape() const {
-    return {__shfl_sync(~0u, shared_.shape[task_at_.slot()].word, 0)};
+    return {__shfl_sync(~0u, shared_.shape[at_.low()].word, 0)};
   }
   // Whether the tile needs none of this warpgroup's rows.
   __device__ __forceinline__ bool is_idle(TileTask::Shape shape) const {
@@ -304,14 +306,14 @@ class TileConsumer {
   enum class Next {
     unknown,
     known,   // the task is there
-    spread,  // it can take a pending epilogue in, and its first stage is full
+    spread,  // it can take a pending epilogue in, and is being loaded
   };
   template <int kLooks>
   __device__ __forceinline__ Next look_ahead() const {
-    if (!look<kLooks>(shared_.task_full[task_at_.slot()], task_at_.phase())) return Next::unknown;
+    if (!look<kLooks>(shared_.task_full[at_.low()], at_.low_phase())) return Next::unknown;
     const TileTask::Shape shape = next_shape();
     const bool spread = shape.spreads() && (!kBackward || may_spread(shape)) && !is_idle(shape) &&
-                        look<kLooks>(shared_.full[stage_.slot()], stage_.phase());
+                        look<kLooks>(shared_.task_loading[at_.low()], at_.low_phase());
     return spread ? Next::spread : Next::known;
   }
   // In backward: d_hidden's epilogue needs registers that only its own products leave free;
@@ -338,60 +340,71 @@ class TileConsumer {
     if (leads()) shared_.task_done[task_slot].arrive();
   }
   __device__ __forceinline__ const TileTask& pending_task() const {
-    return shared_.task[task_at_.slot_before(1)];
+    return shared_.task[at_.low_before(1)];
   }
   __device__ __forceinline__ void finish_pending() {
-    finish(task_at_.slot_before(1));
+    finish(at_.low_before(1));
     tile_.clear();
   }
   __device__ __forceinline__ void store_pending() {
-    if (kBackward && tile_.kind() == TaskKind::d_hidden) {
-      store_from<kBackward, 0>();
+    if constexpr (!kBackward) {
+      store_from<TaskKind::down, 0>();
+    } else if (tile_.kind() == TaskKind::d_hidden) {
+      store_from<TaskKind::d_hidden, 0>();
+    } else if (tile_.kind() < TaskKind::d_hidden) {  // recomputed
+      store_from<TaskKind::down, 0>();
     } else {
-      store_from<false, 0>();
+      store_from<TaskKind::d_input, 0>();
     }
     finish_pending();
   }
-  template <bool kDHidden, int kSlot>
+  template <TaskKind kKind, int kSlot>
   __device__ __forceinline__ void store_from() {
     if constexpr (kSlot < kEpilogueSlots) {
-      if constexpr (kDHidden) {
-        tile_.template run_d_hidden_slot<kSlot>(pending_task());
-      } else {
-        tile_.template run_slot<kSlot, true>(pending_task());
-      }
-      store_from<kDHidden, kSlot + 1>();
+      run_slot<kKind, kSlot>();
+      store_from<kKind, kSlot + 1>();
+    }
+  }
+  // Of a pending tile of this kind, or of one that goes the same way.
+  template <TaskKind kKind, int kSlot>
+  __device__ __forceinline__ void run_slot() {
+    if constexpr (kKind == TaskKind::d_hidden) {
+      tile_.template run_d_hidden_slot<kSlot>(pending_task());
+    } else if constexpr (kKind > TaskKind::d_hidden) {
+      tile_.template run_row_slot<kSlot>(pending_task());
+    } else {
+      tile_.template run_slot<kSlot>();
     }
   }
 
   __device__ __forceinline__ void pass(int steps) {
     for (int step = 0; step < steps; ++step) {
-      wait(shared_.full[stage_.slot()], stage_.phase(), shared_.abort);
-      release(stage_.slot());
-      stage_.advance();
+      wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
+      release(at_.high());
+      at_.advance_high();
     }
   }
 
   // Waits for the next stage and issues its products; `add`: to what acc holds.
   template <TaskKind kKind, int kColumns>
   __device__ __forceinline__ void issue_step(float (&acc)[kTileN / 2], bool add) {
-    wait(shared_.full[stage_.slot()], stage_.phase(), shared_.abort);
+    wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
     ptx::wgmma_fence();
-    const ptx::Operand<a_is_transposed(kKind)> a(ptx::shared_address(shared_.a[stage_.slot()]) +
+    const ptx::Operand<a_is_transposed(kKind)> a(ptx::shared_address(shared_.a[at_.high()]) +
                                                  group_ * kHalfBytesA);
-    const ptx::Operand<b_is_transposed(kKind)> b(ptx::shared_address(shared_.b[stage_.slot()]));
+    const ptx::Operand<b_is_transposed(kKind)> b(ptx::shared_address(shared_.b[at_.high()]));
 #pragma unroll
     for (int k = 0; k < kTileK; k += 16) {
       ptx::wgmma<kColumns, a_is_transposed(kKind), b_is_transposed(kKind)>(acc, a.at(k), b.at(k),
                                                                            k > 0 || add);
     }
     ptx::wgmma_commit();
-    stage_.advance();
+    at_.advance_high();
   }
   // All steps but the newest are done; frees the stage of the one before it.
   __device__ __forceinline__ void retire_step() {
     ptx::wgmma_wait<1>();
-    release(stage_.slot_before(2));
+    release(at_.high_before(2));
   }
 
   // The whole product of a tile; kinds differ in how their operands lie and in columns.
@@ -440,13 +453,7 @@ class TileConsumer {
     if constexpr (kSlot < kEpilogueSlots) {
       advance_to<kKind, product_columns(kKind)>(acc, step,
                                                 kSlot * shape.steps() / kEpilogueSlots + 1);
-      if (tile_.pending()) {
-        if constexpr (kKind == TaskKind::d_hidden) {
-          tile_.template run_d_hidden_slot<kSlot>(pending_task());
-        } else {
-          tile_.template run_slot<kSlot, !kBackward>(pending_task());
-        }
-      }
+      if (tile_.pending()) run_slot<kKind, kSlot>();
       spread_from<kKind, kSlot + 1>(acc, shape, step);
     }
   }
@@ -462,8 +469,7 @@ class TileConsumer {
   const Products& products_;
   const uint32_t group_;
   PendingTile<Products, kBackward> tile_;
-  RingCursor<kTaskSlots> task_at_;
-  RingCursor<kStages> stage_;
+  CursorPair<kTaskSlots, kStages> at_;
 };
 
 }  // namespace mok::cuda

@@ -152,7 +152,8 @@ struct TileShared {
   TileTask task[kTaskSlots];
   TileTask::Shape shape[kTaskSlots];
   ptx::Mbarrier full[kStages], empty[kStages];
-  ptx::Mbarrier task_full[kTaskSlots], task_done[kTaskSlots], task_empty[kTaskSlots];
+  ptx::Mbarrier task_full[kTaskSlots], task_loading[kTaskSlots];
+  ptx::Mbarrier task_done[kTaskSlots], task_empty[kTaskSlots];
   ptx::Mbarrier draw;
   AbortFlag abort;
 
@@ -164,6 +165,7 @@ struct TileShared {
     }
     for (int i = 0; i < kTaskSlots; ++i) {
       task_full[i].init(1);
+      task_loading[i].init(1);
       task_done[i].init(kConsumerWarps);
       task_empty[i].init(1);
     }
