@@ -53,6 +53,12 @@ struct BackwardHooks : HooksBase {
     }
   }
 
+  // Weight gradients of few rows last hardly longer than a draw. Nobody waits for one, so a block
+  // may sit on the next four.
+  __device__ void look_further() {
+    if (at_ == drawn_ && small_tiles_) draw_batch();
+  }
+
   __device__ void wait_ready(const TileTask& task) const {
     HooksBase::wait_ready(task, plan_kind(task));
   }

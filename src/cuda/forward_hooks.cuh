@@ -61,6 +61,8 @@ struct ForwardHooks : HooksBase {
     return false;
   }
 
+  __device__ void look_further() const {}
+
   __device__ void wait_ready(const TileTask& task) const {
     HooksBase::wait_ready(task, plan_kind(task));
   }

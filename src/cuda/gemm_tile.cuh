@@ -35,6 +35,7 @@ namespace mok::cuda {
 //   bool next_task(TileTask& task)     whole schedule warp; task is in shared memory: all lanes
 //   write
 //                                      the same; false = no more
+//   void look_further()                the same; a moment to prepare the next answer
 //   void wait_ready(const TileTask&)   one thread, before the task's first load of A. Must end with
 //                                      an acquire and a proxy fence unless next_task has done both;
 //                                      returns on abort
@@ -43,6 +44,7 @@ namespace mok::cuda {
 template <class T>
 concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
   { hooks.next_task(task) } -> std::same_as<bool>;
+  hooks.look_further();
   hooks.wait_ready(filled);
   hooks.publish(filled);
 };
@@ -73,6 +75,7 @@ __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks)
     }
     __syncwarp();
     if (!more) return;
+    hooks.look_further();
     at.advance();
   }
 }
