@@ -200,7 +200,7 @@ class PendingTile {
   static constexpr int kChunks = 2 * kGroups;
 
   __device__ __forceinline__ const Product& product() const {
-    return products_.product[flags_ >> kProductShift];
+    return products_.product[fresh(flags_) >> kProductShift];
   }
   __device__ __forceinline__ uint64_t up_minus_gate() const {
     return reinterpret_cast<uint64_t>(product().gate_up.up) -
@@ -214,7 +214,7 @@ class PendingTile {
     const uint32_t row_in = (product.gate_in_ring ? task.row0 : task.save_row0) + row;
     first_ = uint64_t{row_pieces * (task.row0 + row) + column / 16} << 32 |
              (row_pieces * row_in + column / 16);
-    ask_up_to<kAhead>(task);
+    ask_for<0>(task);
     begin_row(task, 0);
   }
 
@@ -253,19 +253,14 @@ class PendingTile {
   }
 
   // g and u of a chunk. Not through L1: they may have been written in this call.
-  template <int kEnd, int kChunk = 0>
-  __device__ __forceinline__ void ask_up_to(const TileTask& task) {
-    if constexpr (kChunk < kEnd) {
-      ask_for<kChunk>(task);
-      ask_up_to<kEnd, kChunk + 1>(task);
-    }
-  }
   template <int kChunk>
   __device__ __forceinline__ void ask_for(const TileTask& task) {
     constexpr int kGroup = kChunk % kGroups, kHalf = kChunk / kGroups;
+    uint32_t* next = packed.word + inputs_of(kChunk);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) next[i] = 0;  // else what stood there would have to be kept
     if (kGroup >= static_cast<int>(flags_ & kGroupsMask) || (flags_ & kRow << kHalf) == 0) return;
     const uint64_t at = place<kChunk>(static_cast<uint32_t>(first_));
-    uint32_t* next = packed.word + inputs_of(kChunk);
     ptx::load_global_16(next, reinterpret_cast<const uint8_t*>(product().d_hidden.gate) + at);
     ptx::load_global_16(next + 4, reinterpret_cast<const uint8_t*>(product().d_hidden.up) + at);
   }
@@ -281,7 +276,9 @@ class PendingTile {
       }
     }
     if constexpr (kChunk + 1 == kGroups) begin_row(task, 1);
-    if constexpr (kChunk + kAhead < kChunks) ask_for<kChunk + kAhead>(task);
+    // The first ones are asked for when there are registers free.
+    if constexpr (kChunk < kAhead) ask_for<kChunk + 1>(task);
+    if constexpr (kChunk + 1 >= kAhead && kChunk + kAhead < kChunks) ask_for<kChunk + kAhead>(task);
   }
   static constexpr int inputs_of(int chunk) { return PackedTile::kInputs + 8 * (chunk % kAhead); }
 
@@ -297,7 +294,6 @@ class PendingTile {
     uint32_t d_gate[4], d_up[4], hidden[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (kLimited && i == 2) __syncwarp();  // with limits, four pairs at once need too many registers
       const SwigluGrads out = swiglu_grad_pair<kLimited>(inputs[i], inputs[4 + i], d[i], weight_,
                                                          products_.swiglu_limit, &dot_);
       d_gate[i] = valid ? out.d_gate : 0;

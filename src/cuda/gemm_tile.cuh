@@ -343,7 +343,7 @@ class TileConsumer {
     if (leads()) shared_.task_done[task_slot].arrive();
   }
   __device__ __forceinline__ const TileTask& pending_task() const {
-    return shared_.task[at_.low_before(1)];
+    return shared_.task[fresh(at_.low_before(1))];
   }
   __device__ __forceinline__ void finish_pending() {
     finish(at_.low_before(1));

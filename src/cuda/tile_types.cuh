@@ -39,6 +39,13 @@ __device__ __forceinline__ uint32_t fresh_thread() {
   return thread;
 }
 
+// The same for a value in a register.
+__device__ __forceinline__ uint32_t fresh(uint32_t value) {
+  uint32_t copy;
+  asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(value));
+  return copy;
+}
+
 // Warps of warpgroup 0; warpgroups 1 and 2 consume.
 enum class ProducerWarp : int { load, schedule, publish, communicate };
 
