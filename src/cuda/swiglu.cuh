@@ -47,8 +47,8 @@ __device__ __forceinline__ uint32_t swiglu_pair(uint32_t g, uint32_t u, float li
   return ptx::pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
 }
 
-// `value`, or 0 when `room` is negative. Without a predicate: an epilogue has more of these in flight
-// than there are. NaN room leaves the value: its sign is + on this hardware.
+// `value`, or 0 when `room` is negative. Without a predicate: an epilogue has more of these in
+// flight than there are. NaN room leaves the value: its sign is + on this hardware.
 __device__ __forceinline__ float within(float room, float value) {
   return __int_as_float(__float_as_int(value) & ~(__float_as_int(room) >> 31));
 }
