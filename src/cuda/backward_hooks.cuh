@@ -25,32 +25,36 @@ struct BackwardHooks : HooksBase {
       : HooksBase(base), more(shared) {}
 
   // Whole schedule warp.
-  __device__ bool next_task(TileTask& out) {
-    while (true) {
-      if (at_ == drawn_ && !draw_batch()) return false;
-      const int which = at_++;
-      const plan::Task& task = more->task[which];
-      if (waiter.abort->raised != 0 || task.kind == plan::TaskKind::count) return false;
-      if (task.kind == plan::TaskKind::reduce) {
-        if (leads()) *first_reduce = {first_ + which, drawn_ - which};
-        return false;
-      }
-      if (more->waits_here[which]) {
-        if (!wait_for(task)) return false;
-        ptx::fence_proxy_async_global();
-      }
-      if (!is_tile(task.kind)) {
-        small_task(task);
-        continue;
-      }
-      if (padding_rows(task) > 0) zero_padding(rank, plan, task.tile);
-      const auto* words = reinterpret_cast<const uint32_t*>(&more->drawn[which]);
-      if (threadIdx.x % kWarp < sizeof(TileTask) / 4) {
-        reinterpret_cast<uint32_t*>(&out)[threadIdx.x % kWarp] = words[threadIdx.x % kWarp];
-      }
-      __syncwarp();
-      return true;
+  __device__ Drawn next_task(TileTask& out) {
+    if (!more_ || waiter.abort->raised != 0) return Drawn::nothing;
+    const int which = at_++;
+    const plan::Task& task = more->task[which];
+    if (task.kind == plan::TaskKind::reduce) {
+      if (leads()) *first_reduce = {first_ + which, drawn_ - which};
+      return Drawn::nothing;
     }
+    if (more->waits_here[which]) {
+      if (!wait_for(task)) return Drawn::nothing;
+      ptx::fence_proxy_async_global();
+    }
+    if (!is_tile(task.kind)) {
+      small_task(task);
+      return Drawn::no_tile;
+    }
+    if (padding_rows(task) > 0) zero_padding(rank, plan, task.tile);
+    const auto* words = reinterpret_cast<const uint32_t*>(&more->drawn[which]);
+    if (threadIdx.x % kWarp < sizeof(TileTask) / 4) {
+      reinterpret_cast<uint32_t*>(&out)[threadIdx.x % kWarp] = words[threadIdx.x % kWarp];
+    }
+    __syncwarp();
+    return Drawn::tile;
+  }
+
+  // Weight gradients of few rows last hardly longer than a draw. Nobody waits for one, so a block
+  // may sit on the next four.
+  __device__ bool draws_early() const { return small_tiles_; }
+  __device__ void draw() {
+    if (at_ == drawn_) more_ = draw_batch();
   }
 
   __device__ void wait_ready(const TileTask& task) const {
@@ -148,14 +152,7 @@ struct BackwardHooks : HooksBase {
   // What it waits for has come.
   __device__ void small_task(const plan::Task& task) const {
     __syncwarp();
-    if (task.kind == plan::TaskKind::announce_returned) {
-      if (leads()) {
-        waiter.raise(plan::Counter::returned_flag);
-        stamp(rank, Stamps::returned);
-      }
-      __syncwarp();
-      return;
-    }
+    if (task.kind == plan::TaskKind::announce_returned) return announce();
     if (task.kind == plan::TaskKind::router_grad) {
       router_grad(rank, plan, task);
     } else if (task.kind == plan::TaskKind::sigma) {
@@ -247,6 +244,7 @@ struct BackwardHooks : HooksBase {
   int32_t first_ = 0;
   int at_ = 0, drawn_ = 0;
   bool small_tiles_ = false;
+  bool more_ = true;
 };
 
 static_assert(kTileInterGrad == plan::kTileDHidden && kTileM == plan::kGradRows &&

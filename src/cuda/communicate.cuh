@@ -1,16 +1,18 @@
 // The communication warp of a block: stages own rows, pulls rows of peers, copies own rows.
 //
-//   global/peer --cp.async.bulk--> buffer[i % 5] --cp.async.bulk, one per destination row--> ring
+//   global/peer --cp.async.bulk--> buffer[lane] --cp.async.bulk, one per destination row--> ring
+//
+// Rows move in pieces, a lane a piece: in a round each of the first lanes loads a piece into its
+// buffer, waits for it and stores its copies. (One warp's instructions take so long that moving
+// pieces one after the other was three times slower.)
 //
 // Backward moves rows of d_y and of x, d_y first: d_hidden needs it, x is for weight gradients and
 // for rows that are recomputed. A row is fetched when both have landed.
 //
-// Three pieces of rows are being loaded while the stores of two drain. Lane k issues the store of
-// the token's k-th row, so bulk groups are per lane and every lane commits one for each piece.
-//
-// Tasks overlap: the next ticket is drawn and looked up before the rows of a task are moved, and a
-// task is counted in when its stores have landed, while rows of the next one are on their way. What
-// is not counted in yet is counted in before the warp waits for anything.
+// Tasks overlap: the next one is drawn and looked up a step at a time while pieces are on their way
+// in, and a task is counted in when its stores have landed, which is looked at after the first
+// round of the next one. What is not counted in yet is counted in before the warp waits for
+// anything.
 #pragma once
 
 #include "cuda/ptx/copy.cuh"
@@ -20,25 +22,22 @@
 namespace mok::cuda {
 
 inline constexpr int kPieceBytes = 4096;
-inline constexpr int kPieces = 5;
-inline constexpr int kLoading = 3;      // pieces on their way in
-inline constexpr int kRowSets = 3;      // landing, moving, looked up
-inline constexpr int kMostEntries = 8;  // rows that a task moves at once
+inline constexpr int kPieces = 6;        // in a round
+inline constexpr int kRowSets = 3;       // landing, moving, looked up
+inline constexpr int kMostEntries = 12;  // rows that a task moves at once
+inline constexpr int kMostCopies = 256;  // of all its rows
+
+static_assert(kMostCopies >= kMaxTopk);
 
 enum Operand : int8_t { kOperandX, kOperandDY };
 
 struct CommShared {
   alignas(128) uint8_t buffer[kPieces][kPieceBytes];
-  struct Rows {                              // of one task
-    uint64_t source[2][kMostEntries];        // address of the token's row, by Operand
-    int32_t slot[kMostEntries];              // its first slot; -1: own token, one row
-    int32_t stored[kMostEntries][kMaxTopk];  // rows that get a copy, or -1
+  struct Rows {                        // of one task
+    uint64_t source[2][kMostEntries];  // address of the token's row, by Operand
+    int32_t slot[kMostEntries];        // its first slot; -1: own token, one row
+    int32_t stored[kMostCopies];       // [entry, k] rows that get a copy, or -1
   } rows[kRowSets];
-  struct Piece {
-    int8_t rows, operand;
-    int16_t entry;
-    int32_t offset, bytes;
-  } piece[kPieces];
   ptx::Mbarrier full[kPieces];
 
   __device__ void init() {
@@ -56,13 +55,11 @@ class CommunicationWarp {
   }
 
   __device__ void run() {
-    int which = 0;
-    plan::Task task;
-    if (!next(&task, which)) return;
-    while (true) {
-      plan::Task following;
-      const int next_which = which + 1 < kRowSets ? which + 1 : 0;
-      const bool more = next(&following, next_which);
+    while (finish_look_up()) {
+      const plan::Task task = next_;
+      const int which = next_rows_;
+      next_rows_ = which + 1 < kRowSets ? which + 1 : 0;
+      step_ = 0;
       if (!needs_no_wait(task)) {
         finish_pending();
         if (!ready(task)) return;
@@ -78,24 +75,84 @@ class CommunicationWarp {
           fetch(task, which);
           break;
       }
-      if (!more) break;
-      task = following;
-      which = next_which;
     }
     finish_pending();
   }
 
  private:
-  // Draws a ticket and looks up what it moves.
-  __device__ bool next(plan::Task* task, int which) {
-    int32_t ticket = 0;
-    if (lane_ == 0) ticket = static_cast<int32_t>(atomicAdd(&rank_.tickets->communication, 1));
-    ticket = __shfl_sync(~0u, ticket, 0);
-    if (ticket >= plan::tickets(plan_, plan::Queue::communication)) return false;
-    if (wait_.abort->raised != 0) return false;
-    *task = plan::decode(plan_, plan::Queue::communication, ticket);
-    if (task->kind == plan::TaskKind::fetch) look_up(*task, shared_.rows[which]);
-    return true;
+  // Draws the next ticket and looks up what it moves, into rows[next_rows_]: a memory latency each
+  // step, waited for in the step after it.
+  __device__ void look_up_step() {
+    const plan::Schedule& s = plan_.s;
+    switch (step_++) {
+      case 0:
+        if (lane_ == 0) {
+          ticket_ = static_cast<int32_t>(atomicAdd(&rank_.tickets->communication, 1));
+        }
+        break;
+      case 1: {
+        ticket_ = __shfl_sync(~0u, ticket_, 0);
+        if (ticket_ >= plan::tickets(plan_, plan::Queue::communication) ||
+            wait_.abort->raised != 0) {
+          next_.kind = plan::TaskKind::count;
+          step_ = kSteps;
+          break;
+        }
+        next_ = plan::decode(plan_, plan::Queue::communication, ticket_);
+        if (next_.kind != plan::TaskKind::fetch) {
+          step_ = kSteps;
+        } else if (is_entry()) {
+          row_ = s.fetch_row[next_.begin + lane_];
+        }
+        break;
+      }
+      case 2:
+        if (is_entry()) slot_ = s.row_slot[row_];
+        break;
+      case 3:
+        set_rows(shared_.rows[next_rows_]);
+        break;
+      default:
+        break;
+    }
+  }
+  // False: no more tasks.
+  __device__ bool finish_look_up() {
+    while (step_ < kSteps) look_up_step();
+    return next_.kind != plan::TaskKind::count;
+  }
+  __device__ bool is_entry() const { return static_cast<int>(lane_) < next_.end - next_.begin; }
+
+  __device__ void set_rows(CommShared::Rows& rows) {
+    const plan::Geometry& g = plan_.g;
+    if (is_entry()) {
+      const int src = g.slot_rank(slot_);
+      const int token = g.slot_token(slot_);
+      const bool own = src == g.rank;
+      const auto staged = [&](plan::Buffer b) {
+        return rank_.at<__nv_bfloat16>(b, src) + int64_t{token} * g.hidden;
+      };
+      const __nv_bfloat16* from =
+          own ? rank_.x + token * rank_.x_stride : staged(plan::Buffer::staged_x);
+      rows.source[kOperandX][lane_] = reinterpret_cast<uint64_t>(from);
+      if constexpr (kBackward) {
+        from = own ? rank_.d_y + token * rank_.d_y_stride : staged(plan::Buffer::staged_d_y);
+        rows.source[kOperandDY][lane_] = reinterpret_cast<uint64_t>(from);
+      }
+      rows.slot[lane_] = own ? -1 : g.slot(src, token, 0);
+      if (own) rows.stored[lane_ * g.topk] = row_;
+    }
+    __syncwarp();
+    if (g.ranks == 1) return;
+    const int32_t window_rows = g.window_tiles(plan_.s.tiles) * plan::kTileRows;
+    const int window = next_.minibatch / plan::window_minibatches(plan_);
+    for (int i = lane_; i < (next_.end - next_.begin) * g.topk; i += kWarp) {
+      const int entry = i / g.topk;
+      if (rows.slot[entry] < 0) continue;
+      const int32_t row = plan_.s.slot_row[rows.slot[entry] + i % g.topk];
+      rows.stored[i] = row >= 0 && row / window_rows == window ? row : -1;
+    }
+    __syncwarp();
   }
 
   // Staged flags are looked at once; the ring is new in its first two windows.
@@ -118,71 +175,57 @@ class CommunicationWarp {
     return __shfl_sync(~0u, go, 0);
   }
 
-  // Where the entry's k-th copy of a piece goes; 0 = nowhere.
-  __device__ uint64_t destination(const CommShared::Piece& piece, int k) const {
-    if (k >= copies_) return 0;
-    const int32_t row = shared_.rows[piece.rows].stored[piece.entry][k];
-    if (row < 0) return 0;
-    const uint8_t* base = kBackward && piece.operand == kOperandDY ? base_d_y_ : base_x_;
-    return reinterpret_cast<uint64_t>(base) + int64_t{row % base_rows_} * row_bytes() +
-           piece.offset;
-  }
   __device__ uint8_t* base_of(plan::Buffer b) const {
     return plan::is_symmetric(b) ? rank_.at<uint8_t>(b, plan_.g.rank) : rank_.at<uint8_t>(b);
   }
-  __device__ int64_t row_bytes() const { return int64_t{plan_.g.hidden} * 2; }
 
-  // Waits for the oldest piece that is still loading and stores its copies.
-  __device__ void store_oldest() {
-    const uint32_t slot = stored_ % kPieces;
-    while (!shared_.full[slot].try_wait(stored_ / kPieces & 1)) {
-    }
-    const CommShared::Piece piece = shared_.piece[slot];
-    for (int k = lane_; k < copies_; k += kWarp) {
-      const uint64_t to = destination(piece, k);
-      if (to != 0) ptx::store_bulk(reinterpret_cast<void*>(to), shared_.buffer[slot], piece.bytes);
-    }
-    ptx::commit_stores();
-    ++stored_;
-    // Groups complete in order: with this many newer ones left, the task before has landed.
-    if (pending_ >= 0 && stored_ - pending_end_ == kPieces) {
-      ptx::wait_stores_written<kPieces>();
-      count_in();
-    }
-  }
-
-  // Moves the entries of rows[which]: source -> every stored row of `x` (and of `d_y`), which are
-  // rings of `base_rows` rows.
-  __device__ void move(int which, int entries, int copies, plan::Buffer x, plan::Buffer d_y,
-                       bool with_x, int32_t base_rows) {
-    base_x_ = base_of(x);
-    if constexpr (kBackward) base_d_y_ = base_of(d_y);
-    base_rows_ = base_rows;
-    copies_ = copies;
-    const int moves = kBackward && with_x ? 2 * entries : entries;
-    for (int i = 0; i < moves; ++i) {
-      const bool second = kBackward && i >= entries;
-      const int entry = second ? i - entries : i;
-      const Operand operand = kBackward && !second ? kOperandDY : kOperandX;
-      for (int32_t offset = 0; offset < row_bytes(); offset += kPieceBytes) {
-        const auto left = static_cast<int32_t>(row_bytes()) - offset;
-        const int32_t bytes = left < kPieceBytes ? left : kPieceBytes;
-        const uint32_t slot = issued_ % kPieces;
-        ptx::wait_stores_read<kPieces - kLoading - 1>();  // the buffer's last piece has left it
-        __syncwarp();
-        if (lane_ == 0) {
-          shared_.piece[slot] = {static_cast<int8_t>(which), operand, static_cast<int16_t>(entry),
-                                 offset, bytes};
-          shared_.full[slot].arrive_expect(bytes);
-          const uint64_t source = shared_.rows[which].source[operand][entry];
-          ptx::load_bulk(shared_.buffer[slot], reinterpret_cast<const uint8_t*>(source) + offset,
-                         bytes, &shared_.full[slot]);
-        }
-        __syncwarp();
-        if (++issued_ - stored_ > kLoading) store_oldest();
+  // Moves the entries of a task: source -> every stored row of `x` (and of `d_y`), which are rings
+  // of `base_rows` rows. Entry e has stored[e * most_copies ...].
+  __device__ void move(const CommShared::Rows& rows, int entries, int most_copies, plan::Buffer x,
+                       plan::Buffer d_y, bool with_x, int32_t base_rows) {
+    uint8_t* const base_x = base_of(x);
+    uint8_t* const base_d_y = kBackward ? base_of(d_y) : nullptr;
+    const int32_t row_bytes = plan_.g.hidden * 2;
+    const int row_pieces = plan::ceil_div(row_bytes, kPieceBytes);
+    const int pieces = (kBackward && with_x ? 2 : 1) * entries * row_pieces;
+    for (int first = 0; first < pieces; first += kPieces) {
+      const int i = first + static_cast<int>(lane_);
+      const bool mine = static_cast<int>(lane_) < kPieces && i < pieces;
+      const int number = i / row_pieces;  // rows of d_y, then rows of x
+      const bool is_x = !kBackward || number >= entries;
+      const int entry = kBackward && is_x ? number - entries : number;
+      const int32_t offset = (i - number * row_pieces) * kPieceBytes;
+      const int32_t bytes = min(row_bytes - offset, kPieceBytes);
+      if (mine) {
+        ptx::wait_stores_read<0>();  // the buffer's last piece has left it
+        ptx::Mbarrier& full = shared_.full[lane_];
+        full.arrive_expect(bytes);
+        const uint64_t source = rows.source[is_x ? kOperandX : kOperandDY][entry];
+        ptx::load_bulk(shared_.buffer[lane_], reinterpret_cast<const uint8_t*>(source) + offset,
+                       bytes, &full);
       }
+      __syncwarp();
+      look_up_step();
+      if (mine) {
+        while (!shared_.full[lane_].try_wait(phase_)) {
+        }
+        phase_ ^= 1;
+        uint8_t* const base = (is_x ? base_x : base_d_y) + offset;
+        const int copies = rows.slot[entry] < 0 ? 1 : most_copies;
+        for (int k = 0; k < copies; ++k) {
+          const int32_t row = rows.stored[entry * most_copies + k];
+          if (row < 0) continue;
+          ptx::store_bulk(base + int64_t{row % base_rows} * row_bytes, shared_.buffer[lane_],
+                          bytes);
+        }
+      }
+      ptx::commit_stores();
+      if (pending_ >= 0) {
+        ptx::wait_stores_written<1>();  // all but those of this round
+        count_in();
+      }
+      __syncwarp();
     }
-    while (stored_ != issued_) store_oldest();
   }
 
   // Counts in the task whose stores may not have landed when it was left.
@@ -205,7 +248,8 @@ class CommunicationWarp {
       ptx::fence_gpu();
       const CommShared::Rows& rows = shared_.rows[pending_];
       for (int i = lane_; i < pending_entries_ * plan_.g.topk; i += kWarp) {
-        const int32_t row = rows.stored[i / plan_.g.topk][i % plan_.g.topk];
+        if (rows.slot[i / plan_.g.topk] < 0 && i % plan_.g.topk > 0) continue;
+        const int32_t row = rows.stored[i];
         if (row < 0) continue;
         atomicAdd(rank_.counter(plan::Counter::fetched, row / plan::kTileRows), 1);
       }
@@ -218,7 +262,6 @@ class CommunicationWarp {
     pending_ = which;
     pending_kind_ = kind;
     pending_entries_ = entries;
-    pending_end_ = stored_;
   }
 
   __device__ void stage(const plan::Task& task, int which) {
@@ -234,60 +277,21 @@ class CommunicationWarp {
           rows.source[kOperandDY][lane_] =
               reinterpret_cast<uint64_t>(rank_.d_y + token * rank_.d_y_stride);
         }
-        rows.stored[lane_][0] = token;
+        rows.slot[lane_] = -1;
+        rows.stored[lane_] = token;
       }
       __syncwarp();
       // x always: whether a peer needs it depends on the peer's rows.
-      move(which, entries, 1, plan::Buffer::staged_x, plan::Buffer::staged_d_y, true,
+      move(rows, entries, 1, plan::Buffer::staged_x, plan::Buffer::staged_d_y, true,
            plan_.g.max_tokens);
-      __syncwarp();
     }
     leave_pending(plan::TaskKind::stage, which, 0);
   }
 
-  // Fills in source, slot and stored of the task's entries: all look-ups of a kind at once.
-  __device__ void look_up(const plan::Task& task, CommShared::Rows& rows) {
-    const int entries = task.end - task.begin;
-    const plan::Geometry& g = plan_.g;
-    const int32_t window_rows = g.window_tiles(plan_.s.tiles) * plan::kTileRows;
-    if (static_cast<int>(lane_) < entries) {
-      const int32_t row = plan_.s.fetch_row[task.begin + lane_];
-      const int32_t slot = plan_.s.row_slot[row];
-      const int src = g.slot_rank(slot);
-      const int token = g.slot_token(slot);
-      const bool own = src == g.rank;
-      const auto staged = [&](plan::Buffer b) {
-        return rank_.at<__nv_bfloat16>(b, src) + int64_t{token} * g.hidden;
-      };
-      const __nv_bfloat16* from =
-          own ? rank_.x + token * rank_.x_stride : staged(plan::Buffer::staged_x);
-      rows.source[kOperandX][lane_] = reinterpret_cast<uint64_t>(from);
-      if constexpr (kBackward) {
-        from = own ? rank_.d_y + token * rank_.d_y_stride : staged(plan::Buffer::staged_d_y);
-        rows.source[kOperandDY][lane_] = reinterpret_cast<uint64_t>(from);
-      }
-      rows.slot[lane_] = own ? -1 : g.slot(src, token, 0);
-      if (own) {
-        for (int k = 1; k < g.topk; ++k) rows.stored[lane_][k] = -1;
-        rows.stored[lane_][0] = row;
-      }
-    }
-    __syncwarp();
-    const int window = task.minibatch / plan::window_minibatches(plan_);
-    for (int i = lane_; i < entries * g.topk; i += kWarp) {
-      const int entry = i / g.topk, k = i % g.topk;
-      if (rows.slot[entry] < 0) continue;
-      const int32_t row = plan_.s.slot_row[rows.slot[entry] + k];
-      rows.stored[entry][k] = row >= 0 && row / window_rows == window ? row : -1;
-    }
-    __syncwarp();
-  }
-
   __device__ void fetch(const plan::Task& task, int which) {
     const int entries = task.end - task.begin;
-    move(which, entries, plan_.g.topk, plan::Buffer::ring_x, plan::Buffer::ring_d_y, fetches_x_,
-         plan_.g.ring_tiles * plan::kTileRows);
-    finish_pending();
+    move(shared_.rows[which], entries, plan_.g.topk, plan::Buffer::ring_x, plan::Buffer::ring_d_y,
+         fetches_x_, plan_.g.ring_tiles * plan::kTileRows);
     leave_pending(plan::TaskKind::fetch, which, entries);
   }
 
@@ -296,17 +300,16 @@ class CommunicationWarp {
   const Waiter& wait_;
   CommShared& shared_;
   const uint32_t lane_;
-  uint32_t issued_ = 0;  // pieces whose load was issued
-  uint32_t stored_ = 0;  // pieces whose stores were issued
-  uint8_t* base_x_ = nullptr;
-  uint8_t* base_d_y_ = nullptr;
   bool fetches_x_ = true;
-  int32_t base_rows_ = 1;
-  int32_t copies_ = 0;
+  uint32_t phase_ = 0;  // of the lane's buffer
+  // The look-up of the next task.
+  static constexpr int kSteps = 4;
+  plan::Task next_;
+  int step_ = 0, next_rows_ = 0;
+  int32_t ticket_ = 0, row_ = 0, slot_ = 0;
   int32_t pending_ = -1;  // rows[] of the task that is not counted in, or -1
   int32_t pending_entries_ = 0;
   plan::TaskKind pending_kind_ = plan::TaskKind::fetch;
-  uint32_t pending_end_ = 0;  // stored_ when it was left
   bool all_staged_ = false;
 };
 

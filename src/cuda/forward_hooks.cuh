@@ -18,13 +18,13 @@ struct ForwardHooks : HooksBase {
   }
 
   // Whole schedule warp.
-  __device__ bool next_task(TileTask& out) const {
+  __device__ Drawn next_task(TileTask& out) const {
     const plan::Geometry& g = plan.g;
     plan::Task task;
-    while (draw(&task)) {
+    while (draw_task(&task)) {
       if (task.kind == plan::TaskKind::sigma) continue;  // part of reduce here
       if (task.kind == plan::TaskKind::announce_returned) {
-        announce(task);
+        if (wait_for(task)) announce();
         continue;
       }
       const bool shared =
@@ -56,10 +56,13 @@ struct ForwardHooks : HooksBase {
       plan::for_each_signal(plan, task, [&](plan::Counter c, int index) {
         if (c != plan::Counter::window_done) out.done_counter = entry(c, index);
       });
-      return true;
+      return Drawn::tile;
     }
-    return false;
+    return Drawn::nothing;
   }
+
+  __device__ bool draws_early() const { return false; }
+  __device__ void draw() const {}  // next_task does
 
   __device__ void wait_ready(const TileTask& task) const {
     HooksBase::wait_ready(task, plan_kind(task));

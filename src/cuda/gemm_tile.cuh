@@ -12,36 +12,43 @@
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
 //     task[4], shape[4]               schedule     task_full        all         task_empty: publish
 //   task_done: 8 consumer warps -> publish       draw: load -> schedule (draw the next ticket now)
+//   task_loading: load -> consumers (the task's inputs are there)
 //
 // A pending epilogue may be what the next task's inputs wait for, here or in another block. So a
-// consumer stores it at once unless the next tile's first stage is already full.
+// consumer stores it at once unless the next tile is already being loaded.
 //
 // Bits: an element's products are added in one chain, K ascending in steps of 16, whichever tile
 // row, warpgroup or column width it falls in.
 #pragma once
 
-#include "cuda/epilogue.cuh"
-#include "cuda/gradient_store.cuh"
+#include "cuda/d_hidden_epilogue.cuh"
+#include "cuda/gate_up_epilogue.cuh"
 #include "cuda/pipeline.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/row_epilogue.cuh"
 #include "cuda/tile_types.cuh"
 
 namespace mok::cuda {
 
 // What the core needs from its caller.
-//   bool next_task(TileTask& task)     whole schedule warp; task is in shared memory: all lanes
-//   write
-//                                      the same; false = no more
+//   void draw()                        whole schedule warp: before each next_task, when the next
+//                                      task is due, or as soon as there was one if draws_early()
+//   Drawn next_task(TileTask& task)    the same; task is in shared memory: all lanes write the
+//                                      same
 //   void wait_ready(const TileTask&)   one thread, before the task's first load of A. Must end with
 //                                      an acquire and a proxy fence unless next_task has done both;
 //                                      returns on abort
 //   void publish(const TileTask&)      one thread, after all stores of the tile by all threads were
 //                                      issued before it: release at the scope of the readers
+enum class Drawn { tile, no_tile, nothing };  // no_tile: the hooks have done it, draw again
+
 template <class T>
 concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
-  { hooks.next_task(task) } -> std::same_as<bool>;
+  { hooks.next_task(task) } -> std::same_as<Drawn>;
+  { hooks.draws_early() } -> std::same_as<bool>;
+  hooks.draw();
   hooks.wait_ready(filled);
   hooks.publish(filled);
 };
@@ -51,6 +58,7 @@ concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
 // look at its counter (5000 cycles; a step is 1024). In backward, whose scheduler has more to do
 // and whose tiles are short: at once.
 inline constexpr int kDrawLead = 10;
+inline constexpr int kDrawLeadDHidden = 18;  // its steps are shorter, its look-up is longer
 
 inline constexpr uint32_t kHalfBytesA = kHalfM * kTileK * 2;
 inline constexpr uint32_t kGroupBytesB = kGroupN * kTileK * 2;
@@ -58,11 +66,21 @@ inline constexpr uint32_t kGroupBytesB = kGroupN * kTileK * 2;
 template <class Hooks>
 __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks) {
   RingCursor<kTaskSlots> at;
-  for (uint32_t drawn = 0;; ++drawn) {
-    if (!wait(shared.task_empty[at.slot()], at.phase() ^ 1, shared.abort)) return;
-    if (drawn > 0 && !wait(shared.draw, (drawn - 1) & 1, shared.abort)) return;
+  for (uint32_t asked = 0;; ++asked) {
+    const auto is_due = [&] {
+      return wait(shared.task_empty[at.slot()], at.phase() ^ 1, shared.abort) &&
+             (asked == 0 || wait(shared.draw, (asked - 1) & 1, shared.abort));
+    };
+    const bool early = hooks.draws_early();
+    if (!early && !is_due()) return;
     TileTask& task = shared.task[at.slot()];  // made in place: in registers it would not fit
-    const bool more = hooks.next_task(task);
+    Drawn drawn;
+    do {
+      hooks.draw();
+      if (early && !is_due()) return;
+      drawn = hooks.next_task(task);
+    } while (drawn == Drawn::no_tile);
+    const bool more = drawn == Drawn::tile;
     __syncwarp();
     if (threadIdx.x % kWarp == 0) {
       if (!more) task.kind = TaskKind::stop;
@@ -100,7 +118,9 @@ class TileLoader {
       const TileTask& task = shared_.task[task_at.slot()];
       if (task.kind == TaskKind::stop) return;
       hooks_.wait_ready(task);
-      to_draw_ = max(task.steps - kDrawLead, 0);
+      shared_.task_loading[task_at.slot()].arrive();
+      const bool d_hidden = kBackward && task.kind == TaskKind::d_hidden;
+      to_draw_ = max(task.steps - (d_hidden ? kDrawLeadDHidden : kDrawLead), 0);
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
       const bool both_halves = task.rows > kHalfM;
@@ -217,72 +237,25 @@ __device__ __forceinline__ void publish_tiles(TileShared& shared, Hooks& hooks) 
   }
 }
 
-// One of the consumer warpgroups.
+// One of the consumer warpgroups. Tiles with one kind of epilogue have a loop of their own, so that
+// the registers of one epilogue are not kept in another's loop.
 template <bool kBackward, class Products>
 class TileConsumer {
  public:
   __device__ __forceinline__ TileConsumer(TileShared& shared, const Products& products,
                                           uint32_t group)
-      : shared_(shared), products_(products), group_(group), tile_(products) {}
+      : shared_(shared), products_(products), group_(group) {}
 
   __device__ __forceinline__ void run() {
-    Next next = look_ahead<1>();
-    while (true) {
-      // What is pending is of the task before task_at_.
-      if (tile_.pending() && next != Next::spread) {
-        next = look_ahead<kLooks>();
-        if (next != Next::spread) store_pending();
-      }
-      if (next == Next::unknown &&
-          !wait(shared_.task_full[task_at_.slot()], task_at_.phase(), shared_.abort)) {
-        return;
-      }
-      const TileTask::Shape shape = next_shape();
-      if (shape.kind() == TaskKind::stop) return;
-
-      const TileTask& task = shared_.task[task_at_.slot()];
-      if (is_idle(shape)) {
-        pass(shape.steps());
-        finish(task_at_.slot());
-        task_at_.advance();
-        next = look_ahead<1>();
-      } else if (kBackward && shape.steps() == 0) {
-        GradientStore(products_.product[task.product], task).store_nothing();
-        finish(task_at_.slot());
-        task_at_.advance();
-        next = look_ahead<1>();
+    while (wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) {
+      const TaskKind kind = next_shape().kind();
+      if (kind == TaskKind::stop) return;
+      if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
+        run_tiles<GateUpEpilogue<Products>>();
+      } else if (kind == TaskKind::d_hidden) {
+        run_tiles<DHiddenEpilogue<Products>>();
       } else {
-        float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
-        if (kBackward && shape.carried_in()) {
-          GradientStore(products_.product[task.product], task).carry_in(acc);
-          ptx::wgmma_settle<kTileN>(acc);
-          multiply_flat<TaskKind::weight_grad, kTileN>(acc, shape.steps(), true);
-        } else {
-          multiply(acc, shape);
-        }
-        // While the last products are in flight.
-        task_at_.advance();
-        tile_.prepare(task);
-        // Backward has no register to keep the answer in.
-        next = kBackward ? Next::unknown : look_ahead<1>();
-        ptx::wgmma_wait<0>();
-        release(stage_.slot_before(1));
-        if (kBackward && shape.kind() == TaskKind::weight_grad) {
-          GradientStore store(products_.product[task.product], task);
-          if (store.in_fp32()) {
-            ptx::wgmma_settle<kTileN>(acc);
-            store.store(acc);
-            finish_pending();
-          }
-        }
-        if (kBackward && shape.kind() == TaskKind::d_hidden) {
-          ptx::wgmma_settle<kTileInterGrad>(acc);
-          tile_.packed.template pack<kTileInterGrad>(acc);
-        } else {
-          ptx::wgmma_settle<kTileN>(acc);
-          tile_.packed.template pack<kTileN>(acc);
-        }
-        if (shape.narrow() && shape.kind() == TaskKind::gate_up) tile_.packed.move_up();
+        run_tiles<RowEpilogue<Products>>();
       }
     }
   }
@@ -291,36 +264,97 @@ class TileConsumer {
   // About the time of one slot; a longer look would only delay the flush.
   static constexpr int kLooks = 16;
 
-  // Uniform over the warp, which the compiler must know of whatever steers wgmma.
-  __device__ __forceinline__ TileTask::Shape next_shape() const {
-    return {__shfl_sync(~0u, shared_.shape[task_at_.slot()].word, 0)};
-  }
-  // Whether the tile needs none of this warpgroup's rows.
-  __device__ __forceinline__ bool is_idle(TileTask::Shape shape) const {
-    return group_ > 0 && shape.low_half_only();
-  }
   // What is known of the next task. Warps may differ in it: which instructions issue wgmma does
   // not depend on it.
   enum class Next {
     unknown,
     known,   // the task is there
-    spread,  // it can take a pending epilogue in, and its first stage is full
+    spread,  // it can take a pending epilogue in, and is being loaded
   };
-  template <int kLooks>
-  __device__ __forceinline__ Next look_ahead() const {
-    if (!look<kLooks>(shared_.task_full[task_at_.slot()], task_at_.phase())) return Next::unknown;
-    const TileTask::Shape shape = next_shape();
-    const bool spread = shape.spreads() && (!kBackward || may_spread(shape)) && !is_idle(shape) &&
-                        look<kLooks>(shared_.full[stage_.slot()], stage_.phase());
-    return spread ? Next::spread : Next::known;
-  }
-  // In backward: d_hidden's epilogue needs registers that only its own products leave free;
-  // recomputed tiles are rare.
-  __device__ __forceinline__ bool may_spread(TileTask::Shape shape) const {
-    if (tile_.kind() == TaskKind::d_hidden || shape.kind() == TaskKind::d_hidden) {
-      return tile_.kind() == shape.kind();
+
+  // Recomputed tiles are rare.
+  template <class Epilogue>
+  static constexpr bool kSpread =
+      !kBackward || !std::is_same_v<Epilogue, GateUpEpilogue<Products>>;
+
+  // Until a task comes that the epilogue does not take.
+  template <class Epilogue>
+  __device__ __forceinline__ void run_tiles() {
+    constexpr bool kRows = std::is_same_v<Epilogue, RowEpilogue<Products>>;
+    Epilogue tile(products_);  // what is pending is of the task before at_'s
+    Next next = Next::known;
+    while (true) {
+      if (tile.pending() && next != Next::spread) {
+        next = look_ahead<kLooks, Epilogue>();
+        if (next != Next::spread) {
+          store_pending(tile);
+          finish_pending(tile);
+        }
+      }
+      if (next == Next::unknown &&
+          !wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) {
+        return;
+      }
+      const TileTask::Shape shape = next_shape();
+      if (!Epilogue::takes(shape.kind())) return;
+
+      const TileTask& task = shared_.task[at_.low()];
+      if (is_idle(shape)) {
+        pass(shape.steps());
+        finish(at_.low());
+        at_.advance_low();
+        next = look_ahead<1, Epilogue>();
+        continue;
+      }
+      if (kRows && shape.steps() == 0) {
+        GradientStore(products_.product[task.product], task).store_nothing();
+        finish(at_.low());
+        at_.advance_low();
+        next = look_ahead<1, Epilogue>();
+        continue;
+      }
+      float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
+      if (kRows && shape.carried_in()) {
+        GradientStore(products_.product[task.product], task).carry_in(acc);
+        ptx::wgmma_settle<kTileN>(acc);
+        multiply_flat<TaskKind::weight_grad, kTileN>(acc, shape.steps(), true);
+      } else {
+        multiply(acc, shape, tile);
+      }
+      // While the last products are in flight.
+      at_.advance_low();
+      tile.prepare(task);
+      next = look_ahead<1, Epilogue>();
+      ptx::wgmma_wait<0>();
+      release(at_.high_before(1));
+      ptx::wgmma_settle<std::is_same_v<Epilogue, DHiddenEpilogue<Products>> ? kTileInterGrad
+                                                                            : kTileN>(acc);
+      if constexpr (kRows) {
+        if (tile.in_fp32()) {
+          GradientStore(products_.product[task.product], task).store(acc);
+          finish_pending(tile);
+        }
+      }
+      tile.pack(acc, shape);
     }
-    return shape.kind() > TaskKind::d_hidden && tile_.kind() > TaskKind::d_hidden;
+  }
+
+  // Uniform over the warp, which the compiler must know of whatever steers wgmma.
+  __device__ __forceinline__ TileTask::Shape next_shape() const {
+    return {__shfl_sync(~0u, shared_.shape[at_.low()].word, 0)};
+  }
+  // Whether the tile needs none of this warpgroup's rows.
+  __device__ __forceinline__ bool is_idle(TileTask::Shape shape) const {
+    return group_ > 0 && shape.low_half_only();
+  }
+  template <int kLooks, class Epilogue>
+  __device__ __forceinline__ Next look_ahead() const {
+    if (!look<kLooks>(shared_.task_full[at_.low()], at_.low_phase())) return Next::unknown;
+    if (!kSpread<Epilogue>) return Next::known;
+    const TileTask::Shape shape = next_shape();
+    const bool spread = shape.spreads() && Epilogue::takes(shape.kind()) && !is_idle(shape) &&
+                        look<kLooks>(shared_.task_loading[at_.low()], at_.low_phase());
+    return spread ? Next::spread : Next::known;
   }
   // One answer for the warp; every lane has acquired when it is true.
   template <int kLooks>
@@ -338,91 +372,91 @@ class TileConsumer {
     if (leads()) shared_.task_done[task_slot].arrive();
   }
   __device__ __forceinline__ const TileTask& pending_task() const {
-    return shared_.task[task_at_.slot_before(1)];
+    return shared_.task[fresh(at_.low_before(1))];
   }
-  __device__ __forceinline__ void finish_pending() {
-    finish(task_at_.slot_before(1));
-    tile_.clear();
+  template <class Epilogue>
+  __device__ __forceinline__ void finish_pending(Epilogue& tile) {
+    finish(at_.low_before(1));
+    tile.clear();
   }
-  __device__ __forceinline__ void store_pending() {
-    if (kBackward && tile_.kind() == TaskKind::d_hidden) {
-      store_from<kBackward, 0>();
-    } else {
-      store_from<false, 0>();
+  template <int kSlot = 0, class Epilogue>
+  __device__ __forceinline__ void store_pending(Epilogue& tile) {
+    if constexpr (kSlot < Epilogue::kSlots) {
+      tile.template run_slot<kSlot>(pending_task());
+      store_pending<kSlot + 1>(tile);
     }
-    finish_pending();
   }
-  template <bool kDHidden, int kSlot>
-  __device__ __forceinline__ void store_from() {
-    if constexpr (kSlot < kEpilogueSlots) {
-      if constexpr (kDHidden) {
-        tile_.template run_d_hidden_slot<kSlot>(pending_task());
-      } else {
-        tile_.template run_slot<kSlot, true>(pending_task());
-      }
-      store_from<kDHidden, kSlot + 1>();
+  __device__ __forceinline__ void store_pending(DHiddenEpilogue<Products>& tile) {
+#pragma unroll 1
+    for (int pair = 0; pair < tile.kPairs; ++pair) {
+      tile.template run_chunk<0>(pending_task(), pair);
+      tile.template run_chunk<1>(pending_task(), pair);
+      tile.end_pair(pending_task(), pair);
     }
   }
 
   __device__ __forceinline__ void pass(int steps) {
     for (int step = 0; step < steps; ++step) {
-      wait(shared_.full[stage_.slot()], stage_.phase(), shared_.abort);
-      release(stage_.slot());
-      stage_.advance();
+      wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
+      release(at_.high());
+      at_.advance_high();
     }
   }
 
   // Waits for the next stage and issues its products; `add`: to what acc holds.
   template <TaskKind kKind, int kColumns>
   __device__ __forceinline__ void issue_step(float (&acc)[kTileN / 2], bool add) {
-    wait(shared_.full[stage_.slot()], stage_.phase(), shared_.abort);
+    wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
     ptx::wgmma_fence();
-    const ptx::Operand<a_is_transposed(kKind)> a(ptx::shared_address(shared_.a[stage_.slot()]) +
+    const ptx::Operand<a_is_transposed(kKind)> a(ptx::shared_address(shared_.a[at_.high()]) +
                                                  group_ * kHalfBytesA);
-    const ptx::Operand<b_is_transposed(kKind)> b(ptx::shared_address(shared_.b[stage_.slot()]));
+    const ptx::Operand<b_is_transposed(kKind)> b(ptx::shared_address(shared_.b[at_.high()]));
 #pragma unroll
     for (int k = 0; k < kTileK; k += 16) {
       ptx::wgmma<kColumns, a_is_transposed(kKind), b_is_transposed(kKind)>(acc, a.at(k), b.at(k),
                                                                            k > 0 || add);
     }
     ptx::wgmma_commit();
-    stage_.advance();
+    at_.advance_high();
   }
   // All steps but the newest are done; frees the stage of the one before it.
   __device__ __forceinline__ void retire_step() {
     ptx::wgmma_wait<1>();
-    release(stage_.slot_before(2));
+    release(at_.high_before(2));
   }
 
-  // The whole product of a tile; kinds differ in how their operands lie and in columns.
-  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape) {
-    if constexpr (!kBackward) {
-      multiply_as<TaskKind::down>(acc, shape);
+  // The whole product of a tile; kinds differ in how their operands lie and in columns. `tile`: the
+  // pending one, if there is one.
+  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                           GateUpEpilogue<Products>& tile) {
+    if constexpr (kBackward) {
+      multiply_flat<TaskKind::down, kTileN>(acc, shape.steps(), false);
     } else {
-      switch (shape.kind()) {
-        case TaskKind::d_hidden:
-          return multiply_as<TaskKind::d_hidden>(acc, shape);
-        case TaskKind::d_input:
-          return multiply_as<TaskKind::d_input>(acc, shape);
-        case TaskKind::weight_grad:
-          return multiply_as<TaskKind::weight_grad>(acc, shape);
-        default:  // recomputed
-          return multiply_flat<TaskKind::down, kTileN>(acc, shape.steps(), false);
-      }
+      multiply_as<TaskKind::down>(acc, shape, tile);
     }
   }
-  template <TaskKind kKind>
-  __device__ __forceinline__ void multiply_as(float (&acc)[kTileN / 2], TileTask::Shape shape) {
-    constexpr int kColumns = product_columns(kKind);
-    if (shape.narrow()) {
-      multiply_flat<kKind, kTileN / 2>(acc, shape.steps(), false);
+  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                           DHiddenEpilogue<Products>& tile) {
+    multiply_as<TaskKind::d_hidden>(acc, shape, tile);
+  }
+  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                           RowEpilogue<Products>& tile) {
+    if (shape.kind() == TaskKind::d_input) {
+      multiply_as<TaskKind::d_input>(acc, shape, tile);
     } else {
-      issue_step<kKind, kColumns>(acc, false);
-      int step = 1;
-      spread_from<kKind, 0>(acc, shape, step);
-      if (tile_.pending()) finish_pending();
-      advance_to<kKind, kColumns>(acc, step, shape.steps());
+      multiply_as<TaskKind::weight_grad>(acc, shape, tile);
     }
+  }
+  template <TaskKind kKind, class Epilogue>
+  __device__ __forceinline__ void multiply_as(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                              Epilogue& tile) {
+    constexpr int kColumns = product_columns(kKind);
+    if (shape.narrow()) return multiply_flat<kKind, kTileN / 2>(acc, shape.steps(), false);
+    issue_step<kKind, kColumns>(acc, false);
+    int step = 1;
+    spread<kKind>(acc, shape.steps(), step, tile);
+    if (tile.pending()) finish_pending(tile);
+    advance_to<kKind, kColumns>(acc, step, shape.steps());
   }
   // Nothing is spread over it. `add`: acc holds sums already.
   template <TaskKind kKind, int kColumns>
@@ -432,22 +466,39 @@ class TileConsumer {
     advance_to<kKind, kColumns>(acc, step, steps);
   }
   // The pending tile's slots run while products are in flight, spread evenly: slot s after step
-  // s * steps / kEpilogueSlots. By recursion: a lambda of this size would not be inlined, and the
+  // s * steps / kSlots. By recursion: a lambda of this size would not be inlined, and the
   // accumulators would go to memory.
-  template <TaskKind kKind, int kSlot>
-  __device__ __forceinline__ void spread_from(float (&acc)[kTileN / 2], TileTask::Shape shape,
-                                              int& step) {
-    if constexpr (kSlot < kEpilogueSlots) {
-      advance_to<kKind, product_columns(kKind)>(acc, step,
-                                                kSlot * shape.steps() / kEpilogueSlots + 1);
-      if (tile_.pending()) {
-        if constexpr (kKind == TaskKind::d_hidden) {
-          tile_.template run_d_hidden_slot<kSlot>(pending_task());
-        } else {
-          tile_.template run_slot<kSlot, !kBackward>(pending_task());
-        }
-      }
-      spread_from<kKind, kSlot + 1>(acc, shape, step);
+  template <TaskKind kKind, int kSlot = 0>
+  __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
+                                         GateUpEpilogue<Products>& tile) {
+    if constexpr (kSlot < tile.kSlots) {
+      advance_to<kKind, product_columns(kKind)>(acc, step, kSlot * steps / tile.kSlots + 1);
+      if (tile.pending()) tile.template run_slot<kSlot>(pending_task());
+      spread<kKind, kSlot + 1>(acc, steps, step, tile);
+    }
+  }
+  // A slot a step from the first on, also where there are fewer steps.
+  template <TaskKind kKind, int kSlot = 0>
+  __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
+                                         RowEpilogue<Products>& tile) {
+    if constexpr (kSlot < tile.kSlots) {
+      if (tile.pending()) tile.template run_slot<kSlot>(pending_task());
+      advance_to<kKind, kTileN>(acc, step, min(step + 1, steps));
+      spread<kKind, kSlot + 1>(acc, steps, step, tile);
+    }
+  }
+  // Evenly.
+  template <TaskKind kKind>
+  __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
+                                         DHiddenEpilogue<Products>& tile) {
+    if (!tile.pending()) return;
+#pragma unroll 1
+    for (int pair = 0; pair < tile.kPairs; ++pair) {
+      advance_to<kKind, kTileInterGrad>(acc, step, pair * steps / tile.kPairs + 1);
+      tile.template run_chunk<0>(pending_task(), pair);
+      advance_to<kKind, kTileInterGrad>(acc, step, (2 * pair + 1) * steps / (2 * tile.kPairs) + 1);
+      tile.template run_chunk<1>(pending_task(), pair);
+      tile.end_pair(pending_task(), pair);
     }
   }
   template <TaskKind kKind, int kColumns>
@@ -461,9 +512,7 @@ class TileConsumer {
   TileShared& shared_;
   const Products& products_;
   const uint32_t group_;
-  PendingTile<Products, kBackward> tile_;
-  RingCursor<kTaskSlots> task_at_;
-  RingCursor<kStages> stage_;
+  CursorPair<kTaskSlots, kStages> at_;
 };
 
 }  // namespace mok::cuda

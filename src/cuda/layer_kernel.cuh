@@ -68,7 +68,7 @@ struct HooksBase {
   __device__ bool leads() const { return threadIdx.x % kWarp == 0; }
 
   // Whole warp. Draws a task; false when there is none or the reduce tasks have begun.
-  __device__ bool draw(plan::Task* task) const {
+  __device__ bool draw_task(plan::Task* task) const {
     int32_t ticket = 0;
     if (leads()) ticket = static_cast<int32_t>(atomicAdd(&rank.tickets->compute, 1));
     ticket = __shfl_sync(~0u, ticket, 0);
@@ -98,9 +98,12 @@ struct HooksBase {
     });
   }
 
-  __device__ void announce(const plan::Task& task) const {
-    if (wait_for(task) && leads()) waiter.raise(plan::Counter::returned_flag);
-    if (leads()) stamp(rank, Stamps::returned);
+  // What it waits for has come.
+  __device__ void announce() const {
+    if (leads()) {
+      waiter.raise(plan::Counter::returned_flag);
+      stamp(rank, Stamps::returned);
+    }
     __syncwarp();
   }
 

@@ -23,6 +23,29 @@ struct RingCursor {
   __device__ __forceinline__ void advance() { ++position; }
 };
 
+// Two rings' positions in one register, for those who have none to spare.
+template <int kLowSlots, int kHighSlots>
+class CursorPair {
+ public:
+  __device__ __forceinline__ uint32_t low() const { return word_ % kLowSlots; }
+  __device__ __forceinline__ uint32_t low_phase() const { return word_ / kLowSlots & 1; }
+  __device__ __forceinline__ uint32_t low_before(int back) const {
+    return (word_ - back) % kLowSlots;
+  }
+  __device__ __forceinline__ void advance_low() { ++word_; }
+  __device__ __forceinline__ uint32_t high() const { return word_ / kHigh % kHighSlots; }
+  __device__ __forceinline__ uint32_t high_phase() const { return word_ >> 31; }
+  __device__ __forceinline__ uint32_t high_before(int back) const {
+    return (word_ / kHigh - back) % kHighSlots;
+  }
+  __device__ __forceinline__ void advance_high() { word_ += kHigh; }  // wraps with the word
+
+ private:
+  static_assert((kLowSlots & (kLowSlots - 1)) == 0 && (kHighSlots & (kHighSlots - 1)) == 0);
+  static constexpr uint32_t kHigh = 0x80000000u / kHighSlots;  // 2 * kHighSlots positions
+  uint32_t word_ = 0;
+};
+
 // Set once by whoever finds a deadline passed or an abort requested. From then on no wait of the
 // block blocks: the scheduler hands out nothing, the producer loads nothing, the consumers run
 // through what they hold. Nobody leaves from the middle of a tile; that would cost spills.

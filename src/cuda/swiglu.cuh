@@ -47,10 +47,18 @@ __device__ __forceinline__ uint32_t swiglu_pair(uint32_t g, uint32_t u, float li
   return ptx::pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
 }
 
-// What backward makes of one pair; `dot` gains d_h * h of both, low first.
+// `value`, or 0 when `room` is negative. Without a predicate: an epilogue has more of these in
+// flight than there are. NaN room leaves the value: its sign is + on this hardware.
+__device__ __forceinline__ float within(float room, float value) {
+  return __int_as_float(__float_as_int(value) & ~(__float_as_int(room) >> 31));
+}
+
+// What backward makes of one pair; `dot` gains d_h * h of both, low first. kLimited: there is a
+// limit; without one a third of the instructions go.
 struct SwigluGrads {
   uint32_t d_gate, d_up, weighted_hidden;
 };
+template <bool kLimited>
 __device__ __forceinline__ SwigluGrads swiglu_grad_pair(uint32_t g, uint32_t u, uint32_t d_h,
                                                         float w, float limit, float* dot) {
   float d_gate[2], d_up[2], hidden[2];
@@ -58,16 +66,20 @@ __device__ __forceinline__ SwigluGrads swiglu_grad_pair(uint32_t g, uint32_t u, 
   for (int i = 0; i < 2; ++i) {
     const float g_raw = i == 0 ? low_float(g) : high_float(g);
     const float u_raw = i == 0 ? low_float(u) : high_float(u);
-    const float g_in = min_nan(g_raw, limit);
-    const float u_in = max_nan(min_nan(u_raw, limit), -limit);
+    const float g_in = kLimited ? min_nan(g_raw, limit) : g_raw;
+    const float u_in = kLimited ? max_nan(min_nan(u_raw, limit), -limit) : u_raw;
     const float s = fast_sigmoid(g_in);
     const float silu = g_in * s;
     const float d_silu = s * fmaf(g_in, 1.0f - s, 1.0f);
     const float scaled = w * (i == 0 ? low_float(d_h) : high_float(d_h));
     hidden[i] = silu * u_in;
     // Beyond a limit the gradient is 0; at it, and for NaN, it passes.
-    d_gate[i] = g_raw > limit ? 0.0f : scaled * (u_in * d_silu);
-    d_up[i] = fabsf(u_raw) > limit ? 0.0f : scaled * silu;
+    d_gate[i] = scaled * (u_in * d_silu);
+    d_up[i] = scaled * silu;
+    if constexpr (kLimited) {
+      d_gate[i] = within(limit - g_raw, d_gate[i]);
+      d_up[i] = within(limit - fabsf(u_raw), d_up[i]);
+    }
   }
   const uint32_t h = ptx::pack_bf16(hidden[0], hidden[1]);
   *dot = fmaf(low_float(d_h), low_float(h), *dot);

@@ -39,6 +39,13 @@ __device__ __forceinline__ uint32_t fresh_thread() {
   return thread;
 }
 
+// The same for a value in a register.
+__device__ __forceinline__ uint32_t fresh(uint32_t value) {
+  uint32_t copy;
+  asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(value));
+  return copy;
+}
+
 // Warps of warpgroup 0; warpgroups 1 and 2 consume.
 enum class ProducerWarp : int { load, schedule, publish, communicate };
 
@@ -152,7 +159,8 @@ struct TileShared {
   TileTask task[kTaskSlots];
   TileTask::Shape shape[kTaskSlots];
   ptx::Mbarrier full[kStages], empty[kStages];
-  ptx::Mbarrier task_full[kTaskSlots], task_done[kTaskSlots], task_empty[kTaskSlots];
+  ptx::Mbarrier task_full[kTaskSlots], task_loading[kTaskSlots];
+  ptx::Mbarrier task_done[kTaskSlots], task_empty[kTaskSlots];
   ptx::Mbarrier draw;
   AbortFlag abort;
 
@@ -164,6 +172,7 @@ struct TileShared {
     }
     for (int i = 0; i < kTaskSlots; ++i) {
       task_full[i].init(1);
+      task_loading[i].init(1);
       task_done[i].init(kConsumerWarps);
       task_empty[i].init(1);
     }
