@@ -1,5 +1,5 @@
-// mok::mxfp8_quantize and mxfp8_dequantize, fp8_quantize and fp8_dequantize on CPU tensors; the
-// arithmetic is that of mok/quantize.h.
+// mok::mxfp8_quantize and mxfp8_dequantize, fp8_quantize and fp8_dequantize on CPU and CUDA
+// tensors; the arithmetic is that of mok/quantize.h, bit for bit on either.
 #include <torch/csrc/stable/library.h>
 
 #include <stdexcept>
@@ -8,6 +8,12 @@
 
 #include "cpu/quantize.h"
 #include "tensors.h"
+
+#ifdef MOK_WITH_CUDA
+#include "cuda/check.h"
+#include "cuda/quantize.h"
+#include "cuda_stream.h"
+#endif
 
 namespace mok::torch_ops {
 namespace {
@@ -25,7 +31,7 @@ struct Matrices {
 
   Matrices(const std::string& name, const Tensor& t, ScalarType type) {
     require(t.dim() == 2 || t.dim() == 3, name + ": not of shape [M, N] or [E, M, N]");
-    require(t.is_cpu(), name + ": not a CPU tensor");
+    require(t.is_cpu() || t.is_cuda(), name + ": neither a CPU nor a CUDA tensor");
     require(t.scalar_type() == type, name + ": dtype " +
                                          torch::headeronly::toString(t.scalar_type()) +
                                          ", expected " + torch::headeronly::toString(type));
@@ -69,6 +75,14 @@ Quantized quantize(Precision precision, const Tensor& x_bf16, bool return_normal
     target.data_t = data(*transposed);
     target.scales_t = static_cast<uint8_t*>(data(*transposed_scales));
   }
+#ifdef MOK_WITH_CUDA
+  if (x_bf16.is_cuda()) {
+    const cuda::DeviceGuard guard(x_bf16.get_device_index());
+    cuda::quantize_weights(precision, x, m.count, m.rows, m.columns, target,
+                           static_cast<cudaStream_t>(current_stream(x_bf16.get_device_index())));
+    return {normal, normal_scales, transposed, transposed_scales};
+  }
+#endif
   const auto matrix = [&](int64_t e) {
     return cpu::QuantizeMatrix(precision, x, e, m.rows, m.columns, target);
   };
@@ -83,7 +97,8 @@ Quantized quantize(Precision precision, const Tensor& x_bf16, bool return_normal
 Tensor dequantize(Precision precision, const Tensor& x_fp8, const Tensor& x_sc) {
   const Matrices m("x_fp8", x_fp8, ScalarType::Float8_e4m3fn);
   try {
-    check_scales("x_sc", precision, x_sc, m.count, m.rows, m.columns, kCpu);
+    check_scales("x_sc", precision, x_sc, m.count, m.rows, m.columns,
+                 x_fp8.is_cuda() ? x_fp8.get_device_index() : kCpu);
   } catch (const Error& e) {
     require(false, e.what());
   }
@@ -92,6 +107,14 @@ Tensor dequantize(Precision precision, const Tensor& x_fp8, const Tensor& x_sc) 
   const auto* in = static_cast<const std::byte*>(const_data(x));
   const auto* scales = static_cast<const uint8_t*>(const_data(s));
   auto* out = static_cast<std::byte*>(data(y));
+#ifdef MOK_WITH_CUDA
+  if (x.is_cuda()) {
+    const cuda::DeviceGuard guard(x.get_device_index());
+    cuda::dequantize_weights(precision, in, scales, m.count, m.rows, m.columns, out, false,
+                             static_cast<cudaStream_t>(current_stream(x.get_device_index())));
+    return y;
+  }
+#endif
   const int64_t size = m.rows * m.columns, bytes = scale_bytes(precision, m.rows, m.columns);
   torch::stable::parallel_for(0, m.count, 1, [&](int64_t begin, int64_t end) {
     dequantize_weights(precision, in + begin * size, scales + begin * bytes, end - begin, m.rows,
@@ -126,11 +149,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok, m) {
   m.def("fp8_dequantize(Tensor x_fp8, Tensor x_sc) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) {
-  m.impl("mxfp8_quantize", TORCH_BOX(&mxfp8_quantize));
-  m.impl("fp8_quantize", TORCH_BOX(&fp8_quantize));
-  m.impl("mxfp8_dequantize", TORCH_BOX(&mxfp8_dequantize));
-  m.impl("fp8_dequantize", TORCH_BOX(&fp8_dequantize));
-}
+#define MOK_QUANTIZERS(m)                                     \
+  (m).impl("mxfp8_quantize", TORCH_BOX(&mxfp8_quantize));     \
+  (m).impl("fp8_quantize", TORCH_BOX(&fp8_quantize));         \
+  (m).impl("mxfp8_dequantize", TORCH_BOX(&mxfp8_dequantize)); \
+  (m).impl("fp8_dequantize", TORCH_BOX(&fp8_dequantize))
+
+STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) { MOK_QUANTIZERS(m); }
+#ifdef MOK_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(mok, CUDA, m) { MOK_QUANTIZERS(m); }
+#endif
 
 }  // namespace mok::torch_ops

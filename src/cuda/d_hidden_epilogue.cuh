@@ -1,10 +1,10 @@
-// Epilogue of d_hidden tiles: from d_h = d_y w_down, g and u to d_gate, d_up, w * h and the tile's part
-// of the router gradient.
+// Epilogue of d_hidden tiles: from d_h = d_y w_down, g and u to d_gate, d_up, w * h and the tile's
+// part of the router gradient.
 //
-// Chunks of 32 columns of a row half, twelve of them, in a loop of pairs: the registers move up by a
-// pair each time, because instructions come too late when every chunk has code of its own. g and u
-// of a chunk are asked for a pair ahead, into registers that the 192 columns leave free: they come
-// from HBM.
+// Chunks of 32 columns of a row half, twelve of them, in a loop of pairs: the registers move up by
+// a pair each time, because instructions come too late when every chunk has code of its own. g and
+// u of a chunk are asked for a pair ahead, into registers that the 192 columns leave free: they
+// come from HBM.
 #pragma once
 
 #include "cuda/epilogue.cuh"
@@ -111,7 +111,8 @@ class DHiddenEpilogue : public Epilogue<Products> {
     for (int i = 0; i < 8; ++i) next[i] = 0;  // else what stood there would have to be kept
     const uint32_t row = pair < kHalfPairs ? kRow : pair < kPairs ? kRow << 1 : 0;
     const uint32_t flags = fresh(flags_);  // nothing of it is kept through the loop
-    if (pair % kHalfPairs * 2 >= static_cast<int>(flags & kGroupsMask) || (flags & row) == 0) return;
+    if (pair % kHalfPairs * 2 >= static_cast<int>(flags & kGroupsMask) || (flags & row) == 0)
+      return;
     const uint64_t at = place<kChunk>(in_ + step);
     ptx::load_global_16(next, reinterpret_cast<const uint8_t*>(product().d_hidden.gate) + at);
     ptx::load_global_16(next + 4, reinterpret_cast<const uint8_t*>(product().d_hidden.up) + at);
@@ -156,12 +157,12 @@ class DHiddenEpilogue : public Epilogue<Products> {
              task.col0 / kTileInterGrad] = dot;
   }
 
-  // Defined before the first tile: see PackedTile. Word 24 * half + j is its pair(j, half): a chunk is
-  // four words.
+  // Defined before the first tile: see PackedTile. Word 24 * half + j is its pair(j, half): a chunk
+  // is four words.
   uint32_t word_[kWords] = {};
-  uint32_t inputs_[2][8] = {};   // of a pair: g and u of either chunk
-  uint32_t in_ = 0, out_ = 0;    // the lane's place in g and u, and in the results, in pieces
-  float weight_ = 0, dot_ = 0;   // of the row in hand
+  uint32_t inputs_[2][8] = {};  // of a pair: g and u of either chunk
+  uint32_t in_ = 0, out_ = 0;   // the lane's place in g and u, and in the results, in pieces
+  float weight_ = 0, dot_ = 0;  // of the row in hand
 };
 
 }  // namespace mok::cuda

@@ -1,6 +1,6 @@
 // What the epilogues of all tiles share. An epilogue is cut into slots that run between the wgmma
-// groups of the next tile; at a tile's end the fp32 accumulators become registers of bf16 pairs (one
-// rounding), which the slots store:
+// groups of the next tile; at a tile's end the fp32 accumulators become registers of bf16 pairs
+// (one rounding), which the slots store:
 //
 //   gate_up_epilogue.cuh   gate_up, down
 //   row_epilogue.cuh       d_input, weight_grad

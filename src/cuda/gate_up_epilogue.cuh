@@ -1,5 +1,5 @@
-// Epilogue of gate_up and down tiles, in 16 slots: 64 columns in slot 4q + part, a part of the columns
-// of 8 rows of each warp, q = 2 * column group + row half:
+// Epilogue of gate_up and down tiles, in 16 slots: 64 columns in slot 4q + part, a part of the
+// columns of 8 rows of each warp, q = 2 * column group + row half:
 //
 //     part 0      gate_up: gate (if kept)                 down: columns   0 .. 127
 //     part 1      gate_up: up (if kept)                   down: columns 128 .. 255

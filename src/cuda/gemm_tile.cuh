@@ -274,8 +274,7 @@ class TileConsumer {
 
   // Recomputed tiles are rare.
   template <class Epilogue>
-  static constexpr bool kSpread =
-      !kBackward || !std::is_same_v<Epilogue, GateUpEpilogue<Products>>;
+  static constexpr bool kSpread = !kBackward || !std::is_same_v<Epilogue, GateUpEpilogue<Products>>;
 
   // Until a task comes that the epilogue does not take.
   template <class Epilogue>
