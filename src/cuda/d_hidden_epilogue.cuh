@@ -50,7 +50,8 @@ class DHiddenEpilogue : public Epilogue<Products> {
   // A chunk of pair number `pair`; the two of a pair in turn, then end_pair.
   template <int kChunk>
   __device__ __forceinline__ void run_chunk(const TileTask& task, int pair) {
-    const int groups = static_cast<int>(flags_ & kGroupsMask);  // an even number
+    pair = fresh(pair);
+    const int groups = static_cast<int>(fresh(flags_) & kGroupsMask);  // an even number
     const int half = pair / kHalfPairs;
     if (pair % kHalfPairs * 2 < groups) {
       if (products_.swiglu_limit == INFINITY) {
@@ -61,9 +62,11 @@ class DHiddenEpilogue : public Epilogue<Products> {
       // The last chunk of these rows: the sums become the tile's part of the router gradient.
       if (kChunk == 1 && pair % kHalfPairs * 2 + 2 == groups) store_dot(task, half);
     }
+    pair = fresh(pair);
     ask_for<kChunk>(pair + 1, step_after(pair));
   }
   __device__ __forceinline__ void end_pair(const TileTask& task, int pair) {
+    pair = fresh(pair);
 #pragma unroll
     for (int i = 0; i < kWords - kPairWords; ++i) word_[i] = word_[i + kPairWords];
     in_ += step_after(pair);
@@ -107,9 +110,8 @@ class DHiddenEpilogue : public Epilogue<Products> {
 #pragma unroll
     for (int i = 0; i < 8; ++i) next[i] = 0;  // else what stood there would have to be kept
     const uint32_t row = pair < kHalfPairs ? kRow : pair < kPairs ? kRow << 1 : 0;
-    if (pair % kHalfPairs * 2 >= static_cast<int>(flags_ & kGroupsMask) || (flags_ & row) == 0) {
-      return;
-    }
+    const uint32_t flags = fresh(flags_);  // nothing of it is kept through the loop
+    if (pair % kHalfPairs * 2 >= static_cast<int>(flags & kGroupsMask) || (flags & row) == 0) return;
     const uint64_t at = place<kChunk>(in_ + step);
     ptx::load_global_16(next, reinterpret_cast<const uint8_t*>(product().d_hidden.gate) + at);
     ptx::load_global_16(next + 4, reinterpret_cast<const uint8_t*>(product().d_hidden.up) + at);
@@ -122,7 +124,7 @@ class DHiddenEpilogue : public Epilogue<Products> {
     for (int i = 0; i < 4; ++i) m[i] = word_[4 * kChunk + i];
     const uint4 d_h = transpose(m);
     const uint32_t d[4] = {d_h.x, d_h.y, d_h.z, d_h.w};
-    const bool valid = flags_ & kRow << half;
+    const bool valid = fresh(flags_) & kRow << half;
     const uint32_t* inputs = inputs_[kChunk];
     uint32_t d_gate[4], d_up[4], hidden[4];
 #pragma unroll
@@ -133,7 +135,7 @@ class DHiddenEpilogue : public Epilogue<Products> {
       d_up[i] = valid ? out.d_up : 0;
       hidden[i] = valid ? out.weighted_hidden : 0;
     }
-    if (flags_ & kKeptRow << half) {
+    if (fresh(flags_) & kKeptRow << half) {
       const uint64_t at = place<kChunk>(out_);
       const auto store = [&](__nv_bfloat16* base, const uint32_t (&v)[4]) {
         ptx::store_global_16(reinterpret_cast<uint8_t*>(base) + at, uint4{v[0], v[1], v[2], v[3]});

@@ -82,7 +82,8 @@ class Epilogue {
 
   // Lane t of a quad has 4 bytes of each of four 16-byte chunks; it gets the whole of chunk t.
   __device__ __forceinline__ uint4 transpose(const uint32_t (&m)[4]) const {
-    const bool odd = flags_ & kLane, upper = flags_ & 2 * kLane;
+    const uint32_t flags = fresh(flags_);
+    const bool odd = flags & kLane, upper = flags & 2 * kLane;
     const uint32_t a = __shfl_xor_sync(~0u, odd ? m[0] : m[1], 1);
     const uint32_t b = __shfl_xor_sync(~0u, odd ? m[2] : m[3], 1);
     const uint32_t a0 = odd ? a : m[0], a1 = odd ? m[1] : a;  // chunk 0 or 1, two lanes' words
