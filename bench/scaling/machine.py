@@ -31,7 +31,7 @@ class Limits:
 
 class Mok:
     def __init__(self, program, device, limits):
-        self.program, self.limits = str(program), limits
+        self.program, self.limits = str(program.resolve()), limits
         self.info = self.json("info")
         usable = sum(not gpu["why_not"] for gpu in self.info["cuda"]["gpus"])
         self.device = device if device != "auto" else "cuda" if usable else "cpu"

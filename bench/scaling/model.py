@@ -22,8 +22,8 @@ rest        before and after the products: the schedule; staging of x (backward:
             peers wait; reading the K rows of each token and writing one.
 efficiency  products / (measured - rest - exposed * links) at the EP degree that was measured.
 
-Not in the model: the schedule grows with the ids of more ranks; flags between ranks; GPUs that are
-slower together than alone.
+Not in the model: the schedule grows with the ids of more ranks; flags between ranks; the GPU's
+backward recomputes rows in longer minibatches than those of `mok plan`.
 """
 
 from dataclasses import dataclass, replace

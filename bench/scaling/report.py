@@ -85,11 +85,11 @@ def cells(case, direction):
     facts = case.get(direction)
     head = [case["model"], case["precision"], case["routing"], str(case["ep"])]
     if facts is None:
-        return [*head, "failed", *[""] * 6]
+        return [*head, "no result", *[""] * 6]
     measured, predicted = facts.get("measured_ms"), facts.get("predicted_ms")
     ms = measured or predicted
     if ms is None:
-        return [*head, "failed", *[""] * 6]
+        return [*head, "no result", *[""] * 6]
     products = facts.get("products_ms")
     if measured:
         note = (
@@ -134,7 +134,7 @@ def digests_table(digests):
 
 def same_bits(row, digest):
     if digest is None or "error" in digest:
-        return "not run" if digest is None else "failed"
+        return "not run" if digest is None else "no result"
     first = row[min(row)]
     if "digest" not in first:
         return "nothing to compare with"
@@ -192,7 +192,10 @@ def text(records):
     if records["digests"]:
         head = f"### Bits, {records['digest_tokens']} tokens of all ranks"
         parts += [head, digests_table(records["digests"])]
-    for head, lines in (("Goals", goals(records["cases"])), ("Failed", failures(records))):
+    for head, lines in (
+        ("Goals", goals(records["cases"])),
+        ("Without a result", failures(records)),
+    ):
         if lines:
             parts += [f"### {head}", "\n".join(f"* {line}" for line in lines)]
     return "\n\n".join(parts) + "\n"

@@ -285,11 +285,25 @@ class CudaRun {
       backward.push_back(backward_args(r, call));
       streams.push_back(lane(r).stream);
     }
-    for (const auto& [gpu, l] : lanes_) record(*l, *l->begin[call]);
+    begin_together(call);
     workspace_->forward(forward, streams);
     for (const auto& [gpu, l] : lanes_) record(*l, *l->middle[call]);
     if (spec_.backward) workspace_->backward(backward, streams);
     for (const auto& [gpu, l] : lanes_) record(*l, *l->end[call]);
+  }
+
+  // A rank may leave a call long before another (backward's last weight gradients concern nobody
+  // else). Its wait for that one in the next call would count as time of the next call.
+  void begin_together(int call) {
+    for (const auto& [gpu, l] : lanes_) record(*l, *l->begin[call]);
+    for (const auto& [gpu, l] : lanes_) {
+      use_gpu(gpu);
+      for (const auto& [peer, other] : lanes_) {
+        if (peer == gpu) continue;
+        check_cuda(cudaStreamWaitEvent(l->stream, other->begin[call]->handle), "event");
+      }
+    }
+    for (const auto& [gpu, l] : lanes_) record(*l, *l->begin[call]);  // what is timed
   }
 
   static void record(const Lane& l, const Event& event) {

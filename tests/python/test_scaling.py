@@ -167,9 +167,10 @@ def test_the_yardstick_takes_rows_of_a_file(monkeypatch, tmp_path):
 
 
 def scaling(out, *arguments):
-    command = [sys.executable, SCALING, "--mok", MOK, "--out", out, *arguments]
+    # A program beside the working folder: its name alone must not be looked up in PATH.
+    command = [sys.executable, SCALING, "--mok", MOK.name, "--out", out, *arguments]
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=60, cwd=ROOT
+        list(map(str, command)), capture_output=True, text=True, timeout=60, cwd=MOK.parent
     )
 
 
