@@ -31,13 +31,16 @@ struct ListHooks {
   uint32_t* counters;
   const AbortFlag* abort;
 
-  __device__ bool next_task(TileTask& task) {
+  __device__ bool draws_early() const { return false; }
+  __device__ void draw() const {}  // next_task does
+
+  __device__ Drawn next_task(TileTask& task) {
     uint32_t ticket = 0;
     if (threadIdx.x % kWarp == 0) ticket = atomicAdd(&control->ticket, 1);
     ticket = __shfl_sync(~0u, ticket, 0);
-    if (ticket >= count || abort->raised != 0) return false;
+    if (ticket >= count || abort->raised != 0) return Drawn::nothing;
     task = tasks[ticket];  // by all lanes alike
-    return true;
+    return Drawn::tile;
   }
   __device__ void wait_ready(const TileTask& task) {
     if (task.wait_target != 0) {

@@ -1,4 +1,4 @@
-// The tile core of the forward megakernel: one block per SM, 384 threads, tasks until none is left.
+// The tile core of the megakernels: one block per SM, 384 threads, tasks until none is left.
 //
 //   warpgroup 0 (56 registers a thread)
 //     load         waits for a task's inputs, then tensor loads into the stage ring
@@ -6,7 +6,8 @@
 //     publish      waits until a tile's stores are issued, makes them visible, counts the tile in
 //     communicate  free for the caller
 //   warpgroups 1, 2 (224 registers): 64 rows x 256 columns each; 128 accumulators a thread, and the
-//     previous tile's 64 registers of bf16, stored slot by slot between the wgmma groups
+//     previous tile's 64 registers of bf16, stored slot by slot between the wgmma groups; a loop
+//     for each kind of epilogue, which stores what is pending before it leaves
 //
 //   shared memory                     written by   full             read by     empty
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
@@ -55,8 +56,7 @@ concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
 
 // The next ticket is drawn this many steps before the last load of a task: late, so that a block
 // sits on no work that another could begin, but early enough to hide the draw, its decoding and the
-// look at its counter (5000 cycles; a step is 1024). In backward, whose scheduler has more to do
-// and whose tiles are short: at once.
+// look at its counter (5000 cycles; a step is 1024).
 inline constexpr int kDrawLead = 10;
 inline constexpr int kDrawLeadDHidden = 18;  // its steps are shorter, its look-up is longer
 
