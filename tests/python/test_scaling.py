@@ -93,7 +93,7 @@ def plan(name, tokens, ep):
     return json.loads(subprocess.check_output([MOK, "plan", *map(str, arguments)], timeout=60))
 
 
-# Measured on H200s at EP 1 and EP 2 (docs/measured.md, backward layer), and what the model says.
+# Measured on H200s at EP 1 and EP 2 by an earlier version, and what the model says.
 @needs_mok
 @pytest.mark.parametrize(
     ("name", "tokens", "direction", "ep1", "ep2", "error"),
