@@ -1,5 +1,7 @@
-"""The training demo, a few steps of it."""
+"""The training demo, a few steps of it; what the other examples compute."""
 
+import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -8,6 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def demo(*arguments, timeout=200):
@@ -42,3 +51,16 @@ def test_F8_train_lm_over_two_ranks(tmp_path):
 def test_bad_options(arguments, name):
     result = demo(*arguments)
     assert result.returncode == 2 and name in result.stderr.splitlines()[-1]
+
+
+def test_gaps_of_precisions_are_taken_seed_by_seed():
+    compare = load_example("compare_precisions")
+
+    def run(loss):
+        return {"training": [9.0, loss + 1], "validation": [(1, 9.0), (2, loss)]}
+
+    gaps = compare.final_gaps({"bf16": [run(2.0), run(3.0)], "fp8": [run(2.1), run(3.3)]})
+    assert gaps["bf16"] == (2.5, 0.0, 0.0)
+    assert gaps["fp8"] == pytest.approx((2.7, 0.2, 0.1))
+    _, _, error = compare.final_gaps({"bf16": [run(2.0)]})["bf16"]
+    assert math.isnan(error)  # one seed does not tell
