@@ -89,10 +89,10 @@ _lib = _load()
 DEVICES = ("cpu", "cuda") if _lib.mok_has_cuda() else ("cpu",)
 
 
-def check_device(name: str, device: torch.device, devices: tuple = DEVICES) -> None:
+def check_device(name: str, device: torch.device) -> None:
     """Raises ValueError for a device without operators."""
-    if device.type not in devices:
-        raise ValueError(f"{name}: on {device}; this build works on {', '.join(devices)} tensors")
+    if device.type not in DEVICES:
+        raise ValueError(f"{name}: on {device}; this build works on {', '.join(DEVICES)} tensors")
 
 
 def library_version() -> str:

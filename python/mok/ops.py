@@ -122,7 +122,7 @@ def _check_matrices(name: str, value, dtype: torch.dtype) -> None:
         raise ValueError(f"{name}: dtype {value.dtype}, expected {dtype}")
     if value.dim() not in (2, 3):
         raise ValueError(f"{name}: shape {list(value.shape)}, expected [M, N] or [E, M, N]")
-    _library.check_device(name, value.device, _library.DEVICES)
+    _library.check_device(name, value.device)
 
 
 def _check_quantize(x_bf16, return_normal, return_transposed) -> None:
