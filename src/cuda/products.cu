@@ -32,15 +32,17 @@ class Encoder {
                    w.expert_stride, kBox});
   }
 
-  // The layer's own: what both directions read.
-  void common(const LayerWeights& w, const ConstMatrix& x) {
+  // The layer's own: what both directions read. `gate`, `up`, `down`: the routed weights as
+  // products read them.
+  void common(const LayerWeights& w, const ConstStack& gate, const ConstStack& up,
+              const ConstStack& down, const ConstMatrix& x) {
     const plan::Geometry& g = state_.g;
     const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
     buffer(kRingX, Buffer::ring_x, h, ring_rows());
     buffer(kRingHidden, Buffer::ring_hidden, i, ring_rows());
-    stack(kGate, w.gate, h, i);
-    stack(kUp, w.up, h, i);
-    stack(kDown, w.down, i, h);
+    stack(kGate, gate, h, i);
+    stack(kUp, up, h, i);
+    stack(kDown, down, i, h);
     if (!g.has_shared()) return;
     if (g.own_tokens() > 0) matrix(kOwnX, x, h, g.own_tokens());
     // Rows beyond the tokens read as zeros, which weight gradients rely on.
@@ -108,12 +110,19 @@ Product weight_grad(Map a, Map b, const MatrixGrad& g) {
 
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
                    ForwardTensors* out) {
+  const bool mx = s.g.block > 0;
+  const LayerWeights& w = a.weights;
   Encoder maps(s, out->map);
-  maps.common(a.weights, a.x);
+  if (mx) {
+    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down, a.x);
+  } else {
+    maps.common(w, w.gate, w.up, w.down, a.x);
+  }
   maps.finish();
   out->swiglu_limit = shape.swiglu_limit;
   out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
                                         a.saved.gate, a.saved.up, s.g.intermediate);
+  out->product[kRoutedGateUp].mx = mx;
   out->product[kRoutedDown] = rows_to(product_of(kRingHidden, kDown), s.tables.row_destination);
   out->product[kSharedGateUpProduct] =
       gate_up(kOwnX, kSharedGate, kSharedUp, rows_of(s, Buffer::shared_hidden), a.saved.shared_gate,
@@ -126,8 +135,16 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
                    BackwardTensors* out) {
   const plan::Geometry& g = s.g;
   const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
+  const bool mx = g.block > 0;
+  const LayerWeights& w = a.weights;
   Encoder maps(s, out->map);
-  maps.common(a.weights, a.x);
+  if (mx) {
+    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down_backward, a.x);
+    maps.stack(kGateBackward, w.rounded.gate_backward, h, i);
+    maps.stack(kUpBackward, w.rounded.up_backward, h, i);
+  } else {
+    maps.common(w, w.gate, w.up, w.down, a.x);
+  }
   maps.buffer(kRingDY, Buffer::ring_d_y, h, maps.ring_rows());
   maps.buffer(kRingDGate, Buffer::ring_d_gate, i, maps.ring_rows());
   maps.buffer(kRingDUp, Buffer::ring_d_up, i, maps.ring_rows());
@@ -144,6 +161,7 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
                                       rows_of(s, Buffer::ring_up), i);
   Product& d_hidden = product(kDHidden);
   d_hidden = product_of(kRingDY, kDown);
+  d_hidden.mx = mx;
   d_hidden.d_hidden = {static_cast<const __nv_bfloat16*>(a.saved.gate),
                        static_cast<const __nv_bfloat16*>(a.saved.up),
                        rows_of(s, Buffer::ring_d_gate),
@@ -158,8 +176,9 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
   recomputed.gate_in_ring = true;
   recomputed.d_hidden.gate = rows_of(s, Buffer::ring_gate);
   recomputed.d_hidden.up = rows_of(s, Buffer::ring_up);
-  product(kDInput) =
-      rows_to(product_of(kRingDGate, kGate, kRingDUp, kUp), s.tables.row_destination);
+  product(kDInput) = rows_to(
+      product_of(kRingDGate, mx ? kGateBackward : kGate, kRingDUp, mx ? kUpBackward : kUp),
+      s.tables.row_destination);
   const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
                           int64_t width) {
     Product p = weight_grad(left, right, grad.mode, grad.target.data, grad.target.row_stride,

@@ -12,7 +12,7 @@ enum Map : int8_t {
   kRingHidden,
   kGate,
   kUp,
-  kDown,
+  kDown,  // in mxfp8 the form that the direction reads
   kOwnX,  // the shared expert's: the caller's rows
   kSharedHidden,
   kSharedGate,
@@ -25,6 +25,8 @@ enum Map : int8_t {
   kOwnDY,
   kSharedDGate,
   kSharedDUp,
+  kGateBackward,  // mxfp8: d_input's, rounded along I
+  kUpBackward,
   kBackwardMaps
 };
 

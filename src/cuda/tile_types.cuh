@@ -119,6 +119,7 @@ static_assert(sizeof(TileTask) == 48);
 struct Product {
   int8_t a[2], b[2];  // maps; the second ones are those of up: of b in gate_up, of both in d_input
   bool gate_in_ring;  // d_hidden: gate and up stand where d_gate does, at row0
+  bool mx;            // hidden, d_gate and d_up are rounded to their MX blocks
   GradMode mode;      // weight_grad
   union {
     struct {
