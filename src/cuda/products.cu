@@ -27,6 +27,11 @@ class Encoder {
   void buffer(Map which, Buffer b, int64_t columns, int64_t rows) {
     matrix(which, state_.at<void>(b), columns, rows, columns);
   }
+  // Two buffers of the same size, one after the other.
+  void buffers(Map which, Buffer first, Buffer second, int64_t columns, int64_t rows) {
+    const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
+    encode(which, {from, 3, columns, rows, 2, columns, (to - from) / 2, kBox});
+  }
   void stack(Map which, const ConstStack& w, int64_t columns, int64_t rows) {
     encode(which, {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
                    w.expert_stride, kBox});
@@ -146,12 +151,11 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
     maps.common(w, w.gate, w.up, w.down, a.x);
   }
   maps.buffer(kRingDY, Buffer::ring_d_y, h, maps.ring_rows());
-  maps.buffer(kRingDGate, Buffer::ring_d_gate, i, maps.ring_rows());
-  maps.buffer(kRingDUp, Buffer::ring_d_up, i, maps.ring_rows());
+  maps.buffers(kRingDGateUp, Buffer::ring_d_gate, Buffer::ring_d_up, i, maps.ring_rows());
   if (g.has_shared()) {
     if (a.tokens > 0) maps.matrix(kOwnDY, a.d_y, h, a.tokens);
-    maps.buffer(kSharedDGate, Buffer::shared_d_gate, shared, maps.own_rows());
-    maps.buffer(kSharedDUp, Buffer::shared_d_up, shared, maps.own_rows());
+    maps.buffers(kSharedDGateUp, Buffer::shared_d_gate, Buffer::shared_d_up, shared,
+                 maps.own_rows());
   }
   maps.finish();
   out->swiglu_limit = shape.swiglu_limit;
@@ -177,7 +181,7 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
   recomputed.d_hidden.gate = rows_of(s, Buffer::ring_gate);
   recomputed.d_hidden.up = rows_of(s, Buffer::ring_up);
   product(kDInput) = rows_to(
-      product_of(kRingDGate, mx ? kGateBackward : kGate, kRingDUp, mx ? kUpBackward : kUp),
+      product_of(kRingDGateUp, mx ? kGateBackward : kGate, kRingDGateUp, mx ? kUpBackward : kUp),
       s.tables.row_destination);
   const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
                           int64_t width) {
@@ -187,8 +191,9 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
     p.weight_grad.carry_elements = static_cast<int32_t>(width);
     return p;
   };
-  product(kGradGate) = routed(kRingDGate, kRingX, a.d_gate, plan::WeightMatrix::gate, h);
-  product(kGradUp) = routed(kRingDUp, kRingX, a.d_up, plan::WeightMatrix::up, h);
+  product(kGradGate) = routed(kRingDGateUp, kRingX, a.d_gate, plan::WeightMatrix::gate, h);
+  product(kGradUp) = routed(kRingDGateUp, kRingX, a.d_up, plan::WeightMatrix::up, h);
+  product(kGradUp).a_slice = 1;
   product(kGradDown) = routed(kRingDY, kRingHidden, a.d_down, plan::WeightMatrix::down, i);
 
   product(kRecomputeSharedGateUp) = gate_up(
@@ -209,10 +214,11 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
                               nullptr,
                               g.shared_intermediate,
                               0};
-  product(kSharedDInput) = rows_to(product_of(kSharedDGate, kSharedGate, kSharedDUp, kSharedUp),
+  product(kSharedDInput) = rows_to(product_of(kSharedDGateUp, kSharedGate, kSharedDGateUp, kSharedUp),
                                    s.tables.shared_destination);
-  product(kSharedGradGate) = weight_grad(kSharedDGate, kOwnX, a.d_shared_gate_proj);
-  product(kSharedGradUp) = weight_grad(kSharedDUp, kOwnX, a.d_shared_up_proj);
+  product(kSharedGradGate) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_gate_proj);
+  product(kSharedGradUp) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_up_proj);
+  product(kSharedGradUp).a_slice = 1;
   product(kSharedGradDown) = weight_grad(kOwnDY, kSharedHidden, a.d_shared_down_proj);
 }
 

@@ -20,11 +20,9 @@ enum Map : int8_t {
   kSharedDown,
   kForwardMaps,
   kRingDY = kForwardMaps,
-  kRingDGate,
-  kRingDUp,
+  kRingDGateUp,  // slice 0: d_gate, 1: d_up
   kOwnDY,
-  kSharedDGate,
-  kSharedDUp,
+  kSharedDGateUp,
   kGateBackward,  // mxfp8: d_input's, rounded along I
   kUpBackward,
   kBackwardMaps
