@@ -274,8 +274,8 @@ class CommunicationWarp {
   }
 
   // Whole warp. Codes -> bf16, in the buffers of the first `pieces` lanes; `bytes`: of the lane's
-  // piece. Front to back: what a step's codes become ends where codes that are still to come begin,
-  // or before, but for the last steps, which read before they write.
+  // piece. Front to back, 256 codes a step: every lane has read a step's codes before any writes
+  // what they become, which ends before the next step's codes begin.
   __device__ void expand(int32_t bytes, int pieces) {
     constexpr int kOwn = 8;  // codes of a lane; they have one scale
 #pragma unroll 1
@@ -285,8 +285,8 @@ class CommunicationWarp {
       while (!shared_.full[piece].try_wait(phase)) {
       }
 #pragma unroll 1
-      for (int at = static_cast<int>(lane_) * kOwn; __any_sync(~0u, at < elements);
-           at += kWarp * kOwn) {
+      for (int first = 0; first < elements; first += kWarp * kOwn) {
+        const int at = first + static_cast<int>(lane_) * kOwn;
         const bool here = at < elements;
         uint2 codes{};
         float scale = 0;
@@ -299,7 +299,6 @@ class CommunicationWarp {
           *reinterpret_cast<uint4*>(shared_.buffer[piece] + at * 2) =
               mx_dequantize_eight(codes.x, codes.y, scale);
         }
-        __syncwarp();
       }
     }
     ptx::fence_proxy_async();
