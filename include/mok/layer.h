@@ -79,8 +79,8 @@ struct QuantizedWeights {
 };
 
 // What products of precision mxfp8 read on GPUs: bf16 tensors of the shapes of gate, up and down
-// whose numbers are those of the quantised weights, which bf16 holds exactly. Made from bf16 weights
-// or from quantised ones by src/cuda/quantize.h.
+// whose numbers are those of the quantised weights, which bf16 holds exactly. Made from bf16
+// weights or from quantised ones by src/cuda/quantize.h.
 struct RoundedWeights {
   ConstStack gate, up, down;                             // rounded along the last dimension
   ConstStack gate_backward, up_backward, down_backward;  // rounded along the one before

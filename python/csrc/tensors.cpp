@@ -206,8 +206,8 @@ void Arguments::quantized_one(const std::vector<Tensor>& q, const Sizes& s, cons
   if (s.device == kCpu) {
     w.quantized.*one.quantized = fp8;
   } else {
-    w.rounded.*one.rounded = stack(copies_.emplace_back(
-        dequantize_on_gpu(s.precision, q[at], q[at + 1], one.transposed)));
+    w.rounded.*one.rounded = stack(
+        copies_.emplace_back(dequantize_on_gpu(s.precision, q[at], q[at + 1], one.transposed)));
   }
 }
 
@@ -236,11 +236,9 @@ void Arguments::quantized_backward(const std::vector<Tensor>& q, const Sizes& s,
   if (!wanted) return;
   quantized_one(q, s, {"gate", "gate", 0, i, h, false, &Q::gate, &R::gate}, w);
   quantized_one(q, s, {"up", "up", 1, i, h, false, &Q::up, &R::up}, w);
-  quantized_one(q, s, {"gate_t", "gate_backward", 2, h, i, true, &Q::gate_t, &R::gate_backward},
-                w);
+  quantized_one(q, s, {"gate_t", "gate_backward", 2, h, i, true, &Q::gate_t, &R::gate_backward}, w);
   quantized_one(q, s, {"up_t", "up_backward", 3, h, i, true, &Q::up_t, &R::up_backward}, w);
-  quantized_one(q, s, {"down_t", "down_backward", 4, i, h, true, &Q::down_t, &R::down_backward},
-                w);
+  quantized_one(q, s, {"down_t", "down_backward", 4, i, h, true, &Q::down_t, &R::down_backward}, w);
 }
 
 }  // namespace mok::torch_ops

@@ -77,8 +77,8 @@ class Arguments {
   // and gradients alone.
   LayerWeights weights(const Weights& w, int64_t layout, const Sizes& s);
   ConstStack matrices(const Tensor& t);  // [rows, columns] or [count, rows, columns]
-  // What products read in a quantised precision, into `w`. Of forward: gate, up, down, each data and
-  // scales; backward's transposed ones may follow. Of backward: gate, up, gate_t, up_t, down_t.
+  // What products read in a quantised precision, into `w`. Of forward: gate, up, down, each data
+  // and scales; backward's transposed ones may follow. Of backward: gate, up, gate_t, up_t, down_t.
   // On a GPU also a bf16 tensor each, rounded; FP8 is turned into those here, at every call.
   void quantized_forward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w);
   void quantized_backward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w);

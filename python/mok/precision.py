@@ -35,8 +35,9 @@ class RoundedWeights(NamedTuple):
     """The routed weights as products of mxfp8 read them on GPUs: bf16, each element the number that
     its E4M3 code and scale stand for.
 
-    Forward reads ``gate``, ``up`` and ``down``, rounded in blocks along the last dimension; backward
-    the others, rounded along the one before, and ``gate`` and ``up`` for rows that it recomputes.
+    Forward reads ``gate``, ``up`` and ``down``, rounded in blocks along the last dimension;
+    backward the others, rounded along the one before, and ``gate`` and ``up`` for rows that it
+    recomputes.
     """
 
     gate: Tensor  # [E_local, I, H]

@@ -252,8 +252,7 @@ class CudaRun {
         const int64_t rows = w < 2 ? i : h, columns = w < 2 ? h : i;
         cuda::round_weights(spec_.precision, {rank.weights[w].data(), rows * columns, columns},
                             experts, rows, columns, rank.rounded[w].data(),
-                            spec_.backward ? rank.rounded[3 + w].data() : nullptr,
-                            lane(r).stream);
+                            spec_.backward ? rank.rounded[3 + w].data() : nullptr, lane(r).stream);
       }
     };
     convert();  // what is timed is not the first

@@ -254,8 +254,8 @@ class CommunicationWarp {
   template <bool kQuantized>
   __device__ void load(const CommShared::Rows& rows, const Piece& p) {
     ptx::Mbarrier& full = shared_.full[lane_];
-    const auto* row = reinterpret_cast<const uint8_t*>(
-        rows.source[p.is_x ? kOperandX : kOperandDY][p.entry]);
+    const auto* row =
+        reinterpret_cast<const uint8_t*>(rows.source[p.is_x ? kOperandX : kOperandDY][p.entry]);
     if constexpr (kQuantized) {
       const int32_t codes = p.bytes / 2;
       const int32_t scales = plan::ceil_div(codes / numerics::kMxBlock, 16) * 16;  // with padding

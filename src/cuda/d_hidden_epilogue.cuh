@@ -141,10 +141,9 @@ class DHiddenEpilogue : public Epilogue<Products> {
       if constexpr (!kMxBlocks) hidden[i] = weigh(hidden[i], d[i]);
     }
     if constexpr (kMxBlocks) {
-      mx_round_block(hidden);
+      mx_round_blocks(d_gate, d_up, hidden);
 #pragma unroll
       for (int i = 0; i < 4; ++i) hidden[i] = weigh(hidden[i], d[i]);
-      mx_round_blocks(d_gate, d_up);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

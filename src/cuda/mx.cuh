@@ -38,22 +38,19 @@ __device__ __forceinline__ uint32_t mx_amax(const uint32_t (&v)[4]) {
   for (int i = 0; i < 4; ++i) amax = ptx::max_bf16x2(amax, ptx::abs_bf16x2(v[i]));
   return amax;
 }
-// Of the four lanes that share the block's row.
-__device__ __forceinline__ uint32_t mx_amax_of_quad(uint32_t amax) {
-  amax = ptx::max_bf16x2(amax, __shfl_xor_sync(~0u, amax, 1));
-  return ptx::max_bf16x2(amax, __shfl_xor_sync(~0u, amax, 2));
+// With that of the lane `distance` away, which has another part.
+__device__ __forceinline__ uint32_t mx_amax_across(uint32_t amax, int distance) {
+  return ptx::max_bf16x2(amax, __shfl_xor_sync(~0u, amax, distance));
 }
 // amax, two blocks at once -> 2^-6 of the scale of each. The scale is numerics::mx_scale's.
 __device__ __forceinline__ uint32_t mx_small(uint32_t amax) {
   constexpr uint32_t kFloor = 0x2b802b80u;  // 2^-40, whose scale is that of 1e-12
   const uint32_t size = ptx::max_u16x2(amax, kFloor);
   // Up by one power of two where the fraction is above 1.75; amax / 256, and 2^-6 of that.
-  uint32_t small = ((size + 0x001f001fu) & 0xff80ff80u) - 0x07000700u;
-  // Of an infinite amax it is 2^127.
-  constexpr uint32_t kInfinity = 0x7f80u, kLargest = (254u - 6u) << 7;
-  if ((size & 0xffffu) == kInfinity) small = (small & 0xffff0000u) | kLargest;
-  if (size >> 16 == kInfinity) small = (small & 0xffffu) | kLargest << 16;
-  return small;
+  const uint32_t small = (size + 0x001f001fu - 0x07000700u) & 0xff80ff80u;
+  // An infinite amax has the scale 2^127, 2^7 more.
+  const uint32_t infinite = (size + 0x00800080u) & 0x80008000u;
+  return (infinite >> 8) * 7 + small;
 }
 // A pair of one block; `small` in both halves.
 __device__ __forceinline__ uint32_t mx_round_pair(uint32_t v, uint32_t small) {
@@ -67,23 +64,33 @@ __device__ __forceinline__ uint32_t mx_round_pair(uint32_t v, uint32_t small) {
 
 // A block of 32 of which each of a quad's lanes has eight: whole warp.
 __device__ __forceinline__ void mx_round_block(uint32_t (&v)[4]) {
-  uint32_t amax = mx_amax(v);
+  uint32_t amax = mx_amax_across(mx_amax_across(mx_amax(v), 1), 2);
   amax = ptx::max_bf16x2(amax, __byte_perm(amax, 0, 0x1032));
-  const uint32_t small = mx_small(mx_amax_of_quad(amax));
+  const uint32_t small = mx_small(amax);
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = mx_round_pair(v[i], small);
 }
-// Two such blocks.
-__device__ __forceinline__ void mx_round_blocks(uint32_t (&a)[4], uint32_t (&b)[4]) {
-  const uint32_t in_a = mx_amax(a), in_b = mx_amax(b);
-  const uint32_t amax =
-      ptx::max_bf16x2(__byte_perm(in_a, in_b, 0x5410), __byte_perm(in_a, in_b, 0x7632));
-  const uint32_t small = mx_small(mx_amax_of_quad(amax));
-  const uint32_t small_a = __byte_perm(small, 0, 0x1010), small_b = __byte_perm(small, 0, 0x3232);
+// Three such blocks: their shuffles are on their way together.
+__device__ __forceinline__ void mx_round_blocks(uint32_t (&a)[4], uint32_t (&b)[4],
+                                                uint32_t (&c)[4]) {
+  const uint32_t of_a = mx_amax(a), of_b = mx_amax(b);
+  uint32_t ab = ptx::max_bf16x2(__byte_perm(of_a, of_b, 0x5410), __byte_perm(of_a, of_b, 0x7632));
+  uint32_t cc = mx_amax(c);
+#pragma unroll
+  for (int distance = 1; distance <= 2; ++distance) {
+    const uint32_t other_ab = __shfl_xor_sync(~0u, ab, distance);
+    const uint32_t other_cc = __shfl_xor_sync(~0u, cc, distance);
+    ab = ptx::max_bf16x2(ab, other_ab);
+    cc = ptx::max_bf16x2(cc, other_cc);
+  }
+  ab = mx_small(ab);
+  cc = mx_small(ptx::max_bf16x2(cc, __byte_perm(cc, 0, 0x1032)));
+  const uint32_t small_a = __byte_perm(ab, 0, 0x1010), small_b = __byte_perm(ab, 0, 0x3232);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     a[i] = mx_round_pair(a[i], small_a);
     b[i] = mx_round_pair(b[i], small_b);
+    c[i] = mx_round_pair(c[i], cc);
   }
 }
 

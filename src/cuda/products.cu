@@ -214,8 +214,9 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
                               nullptr,
                               g.shared_intermediate,
                               0};
-  product(kSharedDInput) = rows_to(product_of(kSharedDGateUp, kSharedGate, kSharedDGateUp, kSharedUp),
-                                   s.tables.shared_destination);
+  product(kSharedDInput) =
+      rows_to(product_of(kSharedDGateUp, kSharedGate, kSharedDGateUp, kSharedUp),
+              s.tables.shared_destination);
   product(kSharedGradGate) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_gate_proj);
   product(kSharedGradUp) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_up_proj);
   product(kSharedGradUp).a_slice = 1;

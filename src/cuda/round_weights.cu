@@ -7,8 +7,6 @@
 //
 // The words (pairs of columns) of a row of the shared tile are rotated by 8 for each 32 rows, so
 // that the four threads that share a column use other banks.
-#include <algorithm>
-
 #include "cuda/check.h"
 #include "cuda/mx.cuh"
 #include "cuda/quantize.h"
@@ -20,8 +18,8 @@ using numerics::kMxBlock;
 
 constexpr int kTile = 128;
 constexpr int kThreads = 256;
-constexpr int kChunk = 16;                  // elements of a row that a thread takes
-constexpr int kLanes = kTile / kChunk;      // threads of a row
+constexpr int kChunk = 16;                    // elements of a row that a thread takes
+constexpr int kLanes = kTile / kChunk;        // threads of a row
 constexpr int kPassRows = kThreads / kLanes;  // 32
 constexpr int kPasses = kTile / kPassRows;
 constexpr int kWords = kTile / 2;
@@ -79,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) round_kernel(RoundArgs a) {
     for (const uint32_t pair : v) amax = ptx::max_bf16x2(amax, ptx::abs_bf16x2(pair));
     amax = ptx::max_bf16x2(amax, __byte_perm(amax, 0, 0x1032));
     static_assert(kMxBlock == 2 * kChunk);
-    const uint32_t small = mx_small(ptx::max_bf16x2(amax, __shfl_xor_sync(~0u, amax, 1)));
+    const uint32_t small = mx_small(mx_amax_across(amax, 1));
 #pragma unroll
     for (uint32_t& pair : v) pair = mx_round_pair(pair, small);
     if (inside(pass)) store(place(a.along_rows, pass), v);

@@ -189,8 +189,8 @@ struct Workspace::Impl {
                   geometry.wire_scales_at(), stream);
   }
 
-  // One launch on each GPU. state_of(i): of the i-th rank; before(i, stream), after(i, stream): what
-  // stands around the launch on its stream.
+  // One launch on each GPU. state_of(i): of the i-th rank; before(i, stream), after(i, stream):
+  // what stands around the launch on its stream.
   template <class Args, class StateOf, class Before, class After>
   void call(const std::vector<Args>& args, const std::vector<void*>& streams,
             void (*launch)(const Launch<Args>&), StateOf&& state_of, Before&& before,

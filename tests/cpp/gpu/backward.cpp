@@ -100,7 +100,8 @@ TEST_P(GpuBackward, repeats_bit_for_bit) {
   for (int i = 0; i < 5; ++i) expect_same_bits(first, backward.run(), "repeat");
 }
 
-INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackward, ::testing::ValuesIn(in_both_precisions(cases())), case_name<Case>);
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackward, ::testing::ValuesIn(in_both_precisions(cases())),
+                         case_name<Case>);
 
 using GpuBackwardBits = InBothPrecisions;
 INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardBits, both_precisions(), precision_name);

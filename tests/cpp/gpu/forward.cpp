@@ -74,7 +74,8 @@ TEST_P(Forward, repeats_bit_for_bit) {
   for (int i = 0; i < 5; ++i) expect_same_bits(first, layer.forward(), "repeat");
 }
 
-INSTANTIATE_TEST_SUITE_P(Gpu, Forward, ::testing::ValuesIn(in_both_precisions(cases())), case_name<Case>);
+INSTANTIATE_TEST_SUITE_P(Gpu, Forward, ::testing::ValuesIn(in_both_precisions(cases())),
+                         case_name<Case>);
 
 using GpuForwardBits = InBothPrecisions;
 INSTANTIATE_TEST_SUITE_P(Gpu, GpuForwardBits, both_precisions(), precision_name);

@@ -40,9 +40,9 @@ TEST(GpuMxfp8, both_directions_at_many_scales) {
         const int64_t n = s.tokens[r] * s.shape.hidden;
         auto d_y = download(backward.d_y(static_cast<int>(r)), n);
         for (bf16& v : d_y) v = scale(v);
-        cuda::check(cudaMemcpy(backward.d_y(static_cast<int>(r)), d_y.data(), n * 2,
-                               cudaMemcpyDefault),
-                    "d_y");
+        cuda::check(
+            cudaMemcpy(backward.d_y(static_cast<int>(r)), d_y.data(), n * 2, cudaMemcpyDefault),
+            "d_y");
       }
       for (double& v : in.x) v = std::ldexp(v, exponent);
       for (double& v : in.d_y) v = std::ldexp(v, exponent);
@@ -69,8 +69,8 @@ TEST(GpuMxfp8, what_reads_which_form) {
   using Form = ConstStack RoundedWeights::*;
   const auto with_nan = [&](Form form) {
     LayerWeights& w = layer.args()[0].weights;
-    const auto bytes = static_cast<size_t>(layer.setup().shape.experts / 2 *
-                                           (w.rounded.*form).expert_stride * 2);
+    const auto bytes =
+        static_cast<size_t>(layer.setup().shape.experts / 2 * (w.rounded.*form).expert_stride * 2);
     cuda::check(cudaMemset(const_cast<void*>((w.rounded.*form).data), 0xff, bytes), "NaN");
     Results r = backward.run();
     layer.refresh_weights();
@@ -110,20 +110,20 @@ TEST(GpuMxfp8, bad_arguments_are_named) {
   for (ForwardArgs& a : layer.args()) a.weights.gate = a.weights.up = a.weights.down = {};
   auto forward = layer.args();
   forward[1].weights.rounded.down.data = nullptr;
-  EXPECT_EQ(text(ErrorCode::bad_argument,
-                 [&] { layer.workspace().forward(forward, layer.streams()); }),
-            "weights.rounded.down is null (rank 1)");
+  EXPECT_EQ(
+      text(ErrorCode::bad_argument, [&] { layer.workspace().forward(forward, layer.streams()); }),
+      "weights.rounded.down is null (rank 1)");
   auto args = backward.args();
   args[0].weights.rounded.gate_backward.data = nullptr;
-  EXPECT_EQ(text(ErrorCode::bad_argument,
-                 [&] { layer.workspace().backward(args, layer.streams()); }),
-            "weights.rounded.gate_backward is null (rank 0)");
+  EXPECT_EQ(
+      text(ErrorCode::bad_argument, [&] { layer.workspace().backward(args, layer.streams()); }),
+      "weights.rounded.gate_backward is null (rank 0)");
   args = backward.args();
   args[1].weights.rounded.up.row_stride = 64;
-  EXPECT_NE(text(ErrorCode::bad_argument,
-                 [&] { layer.workspace().backward(args, layer.streams()); })
-                .find("weights.rounded.up.row_stride"),
-            std::string::npos);
+  EXPECT_NE(
+      text(ErrorCode::bad_argument, [&] { layer.workspace().backward(args, layer.streams()); })
+          .find("weights.rounded.up.row_stride"),
+      std::string::npos);
   expect_same_bits(good, backward.run(), "after bad arguments");
   for (const Precision p : {Precision::fp8, Precision::fp32, Precision::fp64}) {
     cuda::Options o;

@@ -90,7 +90,7 @@ TEST_P(Convert, WeightsHaveTheHostsBits) {
                                            {1, 1, 1, 1},
                                            {2, 130, 95, 97},
                                            {1, 33, 513, 520},
-                           {2, 96, 160, 168},
+                                           {2, 96, 160, 168},
                                            {1, 1024, 1024, 1024}}) {
     const int64_t apart = s.rows * s.row_stride + 16, size = s.rows * s.columns;
     const std::vector<bf16> x = values(s.count * apart);

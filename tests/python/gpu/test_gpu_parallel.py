@@ -24,8 +24,7 @@ def mine(p, rank, splits):
 
 def repeat(rank, problems_, splits_, precision):
     results = [
-        run(mine(p, rank, s), precision=precision)
-        for p, s in zip(problems_, splits_, strict=True)
+        run(mine(p, rank, s), precision=precision) for p, s in zip(problems_, splits_, strict=True)
     ]
     mok.synchronize()
     return moved(results, "cpu")
