@@ -82,6 +82,7 @@ struct ForwardHooks : HooksBase {
 struct Forward {
   using Shared = ForwardHooks::Shared;
   static constexpr bool kBackward = false;
+  template <int>
   using Tensors = ForwardTensors;
   using Hooks = ForwardHooks;
 };

@@ -23,6 +23,7 @@
 #pragma once
 
 #include "cuda/d_hidden_epilogue.cuh"
+#include "cuda/gradient_epilogue.cuh"
 #include "cuda/gate_up_epilogue.cuh"
 #include "cuda/pipeline.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -255,6 +256,8 @@ class TileConsumer {
         run_tiles<GateUpEpilogue<Products>>();
       } else if (kind == TaskKind::d_hidden) {
         run_tiles<DHiddenEpilogue<Products>>();
+      } else if (kind == TaskKind::weight_grad) {
+        run_tiles<GradientEpilogue<Products>>();
       } else {
         run_tiles<RowEpilogue<Products>>();
       }
@@ -262,6 +265,7 @@ class TileConsumer {
   }
 
  private:
+  static constexpr uint32_t kGroupBarrier = 2;  // and 3: of each warpgroup
   // About the time of one slot; a longer look would only delay the flush.
   static constexpr int kLooks = 16;
 
@@ -280,7 +284,7 @@ class TileConsumer {
   // Until a task comes that the epilogue does not take.
   template <class Epilogue>
   __device__ __forceinline__ void run_tiles() {
-    constexpr bool kRows = std::is_same_v<Epilogue, RowEpilogue<Products>>;
+    constexpr bool kGradient = std::is_same_v<Epilogue, GradientEpilogue<Products>>;
     Epilogue tile(products_);  // what is pending is of the task before at_'s
     Next next = Next::known;
     while (true) {
@@ -306,7 +310,7 @@ class TileConsumer {
         next = look_ahead<1, Epilogue>();
         continue;
       }
-      if (kRows && shape.steps() == 0) {
+      if (kGradient && shape.steps() == 0) {
         GradientStore(products_.product[task.product], task).store_nothing();
         finish(at_.low());
         at_.advance_low();
@@ -314,7 +318,7 @@ class TileConsumer {
         continue;
       }
       float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
-      if (kRows && shape.carried_in()) {
+      if (kGradient && shape.carried_in()) {
         GradientStore(products_.product[task.product], task).carry_in(acc);
         ptx::wgmma_settle<kTileN>(acc);
         multiply_flat<TaskKind::weight_grad, kTileN>(acc, shape.steps(), true);
@@ -326,16 +330,33 @@ class TileConsumer {
       tile.prepare(task);
       next = look_ahead<1, Epilogue>();
       ptx::wgmma_wait<0>();
-      release(at_.high_before(1));
-      ptx::wgmma_settle<std::is_same_v<Epilogue, DHiddenEpilogue<Products>> ? kTileInterGrad
-                                                                            : kTileN>(acc);
-      if constexpr (kRows) {
-        if (tile.in_fp32()) {
-          GradientStore(products_.product[task.product], task).store(acc);
-          finish_pending(tile);
-        }
+      if constexpr (kGradient) {
+        end_gradient(tile, acc, task, shape);
+      } else {
+        release(at_.high_before(1));
+        ptx::wgmma_settle<std::is_same_v<Epilogue, DHiddenEpilogue<Products>> ? kTileInterGrad
+                                                                              : kTileN>(acc);
+        tile.pack(acc, shape);
       }
+    }
+  }
+
+  // All products of a weight gradient's tile are done.
+  __device__ __forceinline__ void end_gradient(GradientEpilogue<Products>& tile,
+                                               float (&acc)[kTileN / 2], const TileTask& task,
+                                               TileTask::Shape shape) {
+    const uint32_t last = at_.high_before(1);
+    ptx::wgmma_settle<kTileN>(acc);
+    if (tile.leaves_accumulators()) {
+      release(last);
+      GradientStore(products_.product[task.product], task).store(acc);
+      finish(at_.low_before(1));
+      tile.clear();
+    } else {
       tile.pack(acc, shape);
+      tile.hold(last);
+      ptx::named_barrier_sync(kGroupBarrier + group_, kWarpgroup);
+      run_slot<0>(tile);
     }
   }
 
@@ -376,15 +397,31 @@ class TileConsumer {
   }
   template <class Epilogue>
   __device__ __forceinline__ void finish_pending(Epilogue& tile) {
+    if constexpr (std::is_same_v<Epilogue, GradientEpilogue<Products>>) {
+      tile.wait_until_read();
+      release(tile.held());
+    }
     finish(at_.low_before(1));
     tile.clear();
+  }
+  template <int kSlot, class Epilogue>
+  __device__ __forceinline__ void run_slot(Epilogue& tile) {
+    if constexpr (std::is_same_v<Epilogue, GradientEpilogue<Products>>) {
+      tile.template run_slot<kSlot>(pending_task(),
+                                    shared_.a[tile.held()] + group_ * kHalfBytesA);
+    } else {
+      tile.template run_slot<kSlot>(pending_task());
+    }
   }
   template <int kSlot = 0, class Epilogue>
   __device__ __forceinline__ void store_pending(Epilogue& tile) {
     if constexpr (kSlot < Epilogue::kSlots) {
-      tile.template run_slot<kSlot>(pending_task());
+      run_slot<kSlot>(tile);
       store_pending<kSlot + 1>(tile);
     }
+  }
+  __device__ __forceinline__ void store_pending(GradientEpilogue<Products>& tile) {
+    store_pending<1>(tile);  // slot 0 ran at the tile's end
   }
   __device__ __forceinline__ void store_pending(DHiddenEpilogue<Products>& tile) {
 #pragma unroll 1
@@ -441,11 +478,11 @@ class TileConsumer {
   }
   __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
                                            RowEpilogue<Products>& tile) {
-    if (shape.kind() == TaskKind::d_input) {
-      multiply_as<TaskKind::d_input>(acc, shape, tile);
-    } else {
-      multiply_as<TaskKind::weight_grad>(acc, shape, tile);
-    }
+    multiply_as<TaskKind::d_input>(acc, shape, tile);
+  }
+  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                           GradientEpilogue<Products>& tile) {
+    multiply_as<TaskKind::weight_grad>(acc, shape, tile);
   }
   template <TaskKind kKind, class Epilogue>
   __device__ __forceinline__ void multiply_as(float (&acc)[kTileN / 2], TileTask::Shape shape,
@@ -473,8 +510,19 @@ class TileConsumer {
                                          GateUpEpilogue<Products>& tile) {
     if constexpr (kSlot < tile.kSlots) {
       advance_to<kKind, product_columns(kKind)>(acc, step, kSlot * steps / tile.kSlots + 1);
-      if (tile.pending()) tile.template run_slot<kSlot>(pending_task());
+      if (tile.pending()) run_slot<kSlot>(tile);
       spread<kKind, kSlot + 1>(acc, steps, step, tile);
+    }
+  }
+  // Within two steps: the fourth cannot be loaded before.
+  template <TaskKind kKind>
+  __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
+                                         GradientEpilogue<Products>& tile) {
+    if (tile.pending()) run_slot<1>(tile);
+    advance_to<kKind, kTileN>(acc, step, min(2, steps));
+    if (tile.pending()) {
+      run_slot<2>(tile);
+      run_slot<3>(tile);
     }
   }
   // A slot a step from the first on, also where there are fewer steps.
@@ -482,7 +530,7 @@ class TileConsumer {
   __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
                                          RowEpilogue<Products>& tile) {
     if constexpr (kSlot < tile.kSlots) {
-      if (tile.pending()) tile.template run_slot<kSlot>(pending_task());
+      if (tile.pending()) run_slot<kSlot>(tile);
       advance_to<kKind, kTileN>(acc, step, min(step + 1, steps));
       spread<kKind, kSlot + 1>(acc, steps, step, tile);
     }

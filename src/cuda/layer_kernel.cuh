@@ -19,13 +19,13 @@
 
 namespace mok::cuda {
 
-// A direction: kBackward, Tensors (its Products) and Hooks (from the plan's tasks to the tile
+// A direction: kBackward, Tensors<ranks of the launch> (its Products) and Hooks (from the plan's tasks to the tile
 // core's: forward_hooks.cuh, backward_hooks.cuh).
 template <class Direction, int kRanks>
 struct LayerParams {
   int32_t ranks_here;  // 1 .. kRanks
   RankState rank[kRanks];
-  typename Direction::Tensors tensors[kRanks];
+  typename Direction::template Tensors<kRanks> tensors[kRanks];
 };
 
 // Phases are kept in shared memory when they fit; a longer queue is read from where it is.
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       ptx::raise_registers<kConsumerRegisters>();
       const uint32_t group = __shfl_sync(~0u, fresh_thread() / kWarpgroup - 1, 0);
-      TileConsumer<Direction::kBackward, typename Direction::Tensors>(
+      TileConsumer<Direction::kBackward, typename Direction::template Tensors<kRanks>>(
           shared_memory<Direction>().tile, params.tensors[Share<kRanks>(params.ranks_here).which],
           group)
           .run();

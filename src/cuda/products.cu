@@ -19,7 +19,7 @@ class Encoder {
   Encoder(const RankState& s, CUtensorMap* maps) : state_(s), maps_(maps) {}
 
   void matrix(Map which, const void* data, int64_t columns, int64_t rows, int64_t stride) {
-    encode(which, {data, 3, columns, rows, 1, stride, rows * stride, kBox});
+    encode(&maps_[which], {data, 3, columns, rows, 1, stride, rows * stride, kBox});
   }
   void matrix(Map which, const ConstMatrix& m, int64_t columns, int64_t rows) {
     matrix(which, m.data, columns, rows, m.row_stride);
@@ -30,11 +30,25 @@ class Encoder {
   // Two buffers of the same size, one after the other.
   void buffers(Map which, Buffer first, Buffer second, int64_t columns, int64_t rows) {
     const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
-    encode(which, {from, 3, columns, rows, 2, columns, (to - from) / 2, kBox});
+    encode(&maps_[which], {from, 3, columns, rows, 2, columns, (to - from) / 2, kBox});
   }
   void stack(Map which, const ConstStack& w, int64_t columns, int64_t rows) {
-    encode(which, {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
-                   w.expert_stride, kBox});
+    encode(&maps_[which], {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
+                           w.expert_stride, kBox});
+  }
+
+  // Of `p`, a weight gradient [rows, columns] of each expert, if it is bf16: map number `number`.
+  template <class Tensors>
+  void gradient(Tensors* out, int number, Product& p, int64_t columns, int64_t rows,
+                int64_t experts) {
+    if constexpr (Tensors::kThere) {
+      if (p.mode != GradMode::storage) return;
+      const int64_t expert_stride = experts > 1 ? p.weight_grad.expert_elements : rows * columns;
+      encode(&out->gradient_map[number],
+             {p.weight_grad.out, 3, columns, rows, experts, p.weight_grad.row_elements,
+              expert_stride, kGradientBoxRows});
+      p.weight_grad.map = number;
+    }
   }
 
   // The layer's own: what both directions read. `gate`, `up`, `down`: the routed weights as
@@ -63,16 +77,14 @@ class Encoder {
   void finish() const {
     if (good_) return;
     throw Error(ErrorCode::bad_argument,
-                "a tensor map was refused: check strides and alignment of x, d_y and the weights "
-                "(rank " +
+                "a tensor map was refused: check strides and alignment of x, d_y, the weights and "
+                "their gradients (rank " +
                     std::to_string(state_.g.rank) + ")");
   }
 
  private:
   static constexpr int kBox = 64;
-  void encode(Map which, const BoxedTensor& t) {
-    good_ = good_ && encode_tensor_map(&maps_[which], t);
-  }
+  void encode(CUtensorMap* to, const BoxedTensor& t) { good_ = good_ && encode_tensor_map(to, t); }
 
   const RankState& state_;
   CUtensorMap* maps_;
@@ -104,40 +116,16 @@ Product weight_grad(Map a, Map b, GradMode mode, void* out, int64_t row_stride,
                     int64_t expert_stride) {
   Product p = product_of(a, b);
   p.mode = mode;
-  p.weight_grad = {out, row_stride, expert_stride, nullptr, 0};
+  p.weight_grad = {out, row_stride, expert_stride, nullptr, 0, Product::kNoMap};
   return p;
 }
 Product weight_grad(Map a, Map b, const MatrixGrad& g) {
   return weight_grad(a, b, g.mode, g.target.data, g.target.row_stride, 0);
 }
 
-}  // namespace
-
-void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors* out) {
-  const bool mx = s.g.block > 0;
-  const LayerWeights& w = a.weights;
-  Encoder maps(s, out->map);
-  if (mx) {
-    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down, a.x);
-  } else {
-    maps.common(w, w.gate, w.up, w.down, a.x);
-  }
-  maps.finish();
-  out->swiglu_limit = shape.swiglu_limit;
-  out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
-                                        a.saved.gate, a.saved.up, s.g.intermediate);
-  out->product[kRoutedGateUp].mx = mx;
-  out->product[kRoutedDown] = rows_to(product_of(kRingHidden, kDown), s.tables.row_destination);
-  out->product[kSharedGateUpProduct] =
-      gate_up(kOwnX, kSharedGate, kSharedUp, rows_of(s, Buffer::shared_hidden), a.saved.shared_gate,
-              a.saved.shared_up, s.g.shared_intermediate);
-  out->product[kSharedDownProduct] =
-      rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
-}
-
-void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors* out) {
+template <class Tensors>
+void fill_backward(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   Tensors* out) {
   const plan::Geometry& g = s.g;
   const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
   const bool mx = g.block > 0;
@@ -157,7 +145,6 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
     maps.buffers(kSharedDGateUp, Buffer::shared_d_gate, Buffer::shared_d_up, shared,
                  maps.own_rows());
   }
-  maps.finish();
   out->swiglu_limit = shape.swiglu_limit;
   const auto product = [&](BackwardProduct which) -> Product& { return out->product[which]; };
 
@@ -221,6 +208,49 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
   product(kSharedGradUp) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_up_proj);
   product(kSharedGradUp).a_slice = 1;
   product(kSharedGradDown) = weight_grad(kOwnDY, kSharedHidden, a.d_shared_down_proj);
+
+  const int experts = g.experts_local();
+  maps.gradient(out, 0, product(kGradGate), h, i, experts);
+  maps.gradient(out, 1, product(kGradUp), h, i, experts);
+  maps.gradient(out, 2, product(kGradDown), i, h, experts);
+  maps.gradient(out, 3, product(kSharedGradGate), h, shared, 1);
+  maps.gradient(out, 4, product(kSharedGradUp), h, shared, 1);
+  maps.gradient(out, 5, product(kSharedGradDown), shared, h, 1);
+  maps.finish();
+}
+
+}  // namespace
+
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors* out) {
+  const bool mx = s.g.block > 0;
+  const LayerWeights& w = a.weights;
+  Encoder maps(s, out->map);
+  if (mx) {
+    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down, a.x);
+  } else {
+    maps.common(w, w.gate, w.up, w.down, a.x);
+  }
+  maps.finish();
+  out->swiglu_limit = shape.swiglu_limit;
+  out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
+                                        a.saved.gate, a.saved.up, s.g.intermediate);
+  out->product[kRoutedGateUp].mx = mx;
+  out->product[kRoutedDown] = rows_to(product_of(kRingHidden, kDown), s.tables.row_destination);
+  out->product[kSharedGateUpProduct] =
+      gate_up(kOwnX, kSharedGate, kSharedUp, rows_of(s, Buffer::shared_hidden), a.saved.shared_gate,
+              a.saved.shared_up, s.g.shared_intermediate);
+  out->product[kSharedDownProduct] =
+      rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
+}
+
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<1>* out) {
+  fill_backward(s, shape, a, out);
+}
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<kMaxRanks>* out) {
+  fill_backward(s, shape, a, out);
 }
 
 }  // namespace mok::cuda

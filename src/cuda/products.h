@@ -54,13 +54,20 @@ enum BackwardProduct : int16_t {
   kBackwardProducts
 };
 
+// Weight gradients, in the order of their products.
+inline constexpr int kGradientMaps = 6;
+
 using ForwardTensors = Products<kForwardMaps, kForwardProducts>;
-using BackwardTensors = Products<kBackwardMaps, kBackwardProducts>;
+template <int kRanks>
+using BackwardTensors =
+    Products<kBackwardMaps, kBackwardProducts, kRanks == 1 ? kGradientMaps : 0>;
 
 // Throw bad_argument when a tensor map is refused.
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
                    ForwardTensors* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors* out);
+                   BackwardTensors<1>* out);
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<kMaxRanks>* out);
 
 }  // namespace mok::cuda

@@ -122,6 +122,7 @@ struct Product {
   bool gate_in_ring;  // d_hidden: gate and up stand where d_gate does, at row0
   bool mx;            // hidden, d_gate and d_up are rounded to their MX blocks
   GradMode mode;      // weight_grad
+  static constexpr int32_t kNoMap = -1;
   union {
     struct {
       __nv_bfloat16 *hidden, *gate, *up;  // hidden: null = not wanted; gate, up: for kept rows
@@ -141,14 +142,28 @@ struct Product {
       int64_t row_elements, expert_elements;
       float* carry;  // [rows, columns] sums of the windows before
       int32_t carry_elements;
+      int32_t map;  // of `out` among the gradient maps, if it is bf16; kNoMap: there is none
     } weight_grad;
   };
 };
 
+// Maps of weight gradients, with boxes of 64 columns x 16 rows, a warp's rows of a tile. The kernel
+// of ranks that share a GPU has none: eight ranks' maps are more than a kernel's parameters may be.
+template <int kCount>
+struct GradientMaps {
+  static constexpr bool kThere = true;
+  CUtensorMap gradient_map[kCount];
+};
+template <>
+struct GradientMaps<0> {
+  static constexpr bool kThere = false;
+};
+inline constexpr int kGradientBoxRows = 16;
+
 // Kernel parameter (__grid_constant__): the copy engine reads the maps from it. All maps: bf16,
-// 128-byte swizzle, {columns, rows, experts} with boxes of 64 x 64 x 1.
-template <int kMaps, int kProducts>
-struct Products {
+// 128-byte swizzle, {columns, rows, experts}; those of operands with boxes of 64 x 64 x 1.
+template <int kMaps, int kProducts, int kGradientMaps = 0>
+struct Products : GradientMaps<kGradientMaps> {
   CUtensorMap map[kMaps];
   Product product[kProducts];
   float swiglu_limit;  // +infinity: none
