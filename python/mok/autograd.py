@@ -8,7 +8,13 @@ from torch import Tensor
 from mok import _library
 from mok.group import Group, _find_workspace, default_group
 from mok.ops import LAYOUTS
-from mok.precision import QUANTIZED, QuantizedWeights, checked_precision, for_backward
+from mok.precision import (
+    QUANTIZED,
+    QuantizedWeights,
+    RoundedWeights,
+    checked_precision,
+    for_backward,
+)
 from mok.precision import quantize_weights as _quantize_weights
 
 WEIGHT_NAMES = (
@@ -248,7 +254,7 @@ def moe(
     accumulate: bool = False,
     accumulate_from: tuple | None = None,
     precision: str | None = None,
-    quantized: QuantizedWeights | None = None,
+    quantized: QuantizedWeights | RoundedWeights | None = None,
     group: Group | None = None,
 ) -> Tensor:
     """A mixture-of-experts layer without its router. Collective over the group, as is its backward.
@@ -307,7 +313,7 @@ def moe(
     checked_precision(precision)
     if quantized is not None and precision not in QUANTIZED:
         raise ValueError(f"quantized: given, but precision is {precision!r}")
-    if quantized is not None and not isinstance(quantized, QuantizedWeights):
+    if quantized is not None and not isinstance(quantized, QuantizedWeights | RoundedWeights):
         raise TypeError(f"quantized: {type(quantized).__name__}, expected mok.QuantizedWeights")
 
     weights = (

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/epilogue.cuh"
+#include "cuda/mx.cuh"
 #include "cuda/swiglu.cuh"
 
 namespace mok::cuda {
@@ -15,7 +16,7 @@ template <class Products>
 class GateUpEpilogue : public Epilogue<Products> {
   using Base = Epilogue<Products>;
   using Base::flags_, Base::products_, Base::product, Base::transpose, Base::kind;
-  using Base::kPart0, Base::kPart1, Base::kHidden, Base::kRow, Base::kKeptRow;
+  using Base::kPart0, Base::kPart1, Base::kHidden, Base::kMx, Base::kRow, Base::kKeptRow;
 
  public:
   static constexpr int kSlots = 16;
@@ -96,6 +97,8 @@ class GateUpEpilogue : public Epilogue<Products> {
                          : swiglu_pair(packed_.pair(at, kRowHalf), packed_.pair(16 + at, kRowHalf),
                                        products_.swiglu_limit);
       }
+      // Four matrices are a block.
+      if (kPart >= 2 && (flags_ & kMx) != 0) mx_round_block(m);
       const uint4 v = transpose(m);
       if (valid) ptx::store_global_16(reinterpret_cast<void*>(to + j * 16), v);
     }

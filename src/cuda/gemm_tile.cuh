@@ -190,6 +190,7 @@ class TileLoader {
     const int row = task.row0, column = task.col0, boxes = task.cols / kGroupN;
     // A weight gradient's contraction runs over rows of the ring.
     const int expert = kTransposedA ? 0 : task.expert;
+    const int slice = kTransposedA ? product.a_slice : part;
     const int k0 = kTransposedA ? task.save_row0 : 0;
     const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB;
     for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
@@ -197,8 +198,8 @@ class TileLoader {
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
       uint8_t* a = shared_.a[stage_.slot()];
       uint8_t* b = shared_.b[stage_.slot()];
-      load_box<kTransposedA>(a, a_map, full, k, row, 0);
-      if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
+      load_box<kTransposedA>(a, a_map, full, k, row, slice);
+      if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, slice);
 #pragma unroll
       for (int i = 0; i < kTileN / kGroupN; ++i) {
         if (i < boxes) {

@@ -27,9 +27,14 @@ class Encoder {
   void buffer(Map which, Buffer b, int64_t columns, int64_t rows) {
     matrix(which, state_.at<void>(b), columns, rows, columns);
   }
+  // Two buffers of the same size, one after the other.
+  void buffers(Map which, Buffer first, Buffer second, int64_t columns, int64_t rows) {
+    const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
+    encode(&maps_[which], {from, 3, columns, rows, 2, columns, (to - from) / 2, kBox});
+  }
   void stack(Map which, const ConstStack& w, int64_t columns, int64_t rows) {
     encode(&maps_[which], {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
-                   w.expert_stride, kBox});
+                           w.expert_stride, kBox});
   }
 
   // Of `p`, a weight gradient [rows, columns] of each expert, if it is bf16: map number `number`.
@@ -46,15 +51,17 @@ class Encoder {
     }
   }
 
-  // The layer's own: what both directions read.
-  void common(const LayerWeights& w, const ConstMatrix& x) {
+  // The layer's own: what both directions read. `gate`, `up`, `down`: the routed weights as
+  // products read them.
+  void common(const LayerWeights& w, const ConstStack& gate, const ConstStack& up,
+              const ConstStack& down, const ConstMatrix& x) {
     const plan::Geometry& g = state_.g;
     const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
     buffer(kRingX, Buffer::ring_x, h, ring_rows());
     buffer(kRingHidden, Buffer::ring_hidden, i, ring_rows());
-    stack(kGate, w.gate, h, i);
-    stack(kUp, w.up, h, i);
-    stack(kDown, w.down, i, h);
+    stack(kGate, gate, h, i);
+    stack(kUp, up, h, i);
+    stack(kDown, down, i, h);
     if (!g.has_shared()) return;
     if (g.own_tokens() > 0) matrix(kOwnX, x, h, g.own_tokens());
     // Rows beyond the tokens read as zeros, which weight gradients rely on.
@@ -77,9 +84,7 @@ class Encoder {
 
  private:
   static constexpr int kBox = 64;
-  void encode(CUtensorMap* to, const BoxedTensor& t) {
-    good_ = good_ && encode_tensor_map(to, t);
-  }
+  void encode(CUtensorMap* to, const BoxedTensor& t) { good_ = good_ && encode_tensor_map(to, t); }
 
   const RankState& state_;
   CUtensorMap* maps_;
@@ -123,15 +128,22 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
                    Tensors* out) {
   const plan::Geometry& g = s.g;
   const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
+  const bool mx = g.block > 0;
+  const LayerWeights& w = a.weights;
   Encoder maps(s, out->map);
-  maps.common(a.weights, a.x);
+  if (mx) {
+    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down_backward, a.x);
+    maps.stack(kGateBackward, w.rounded.gate_backward, h, i);
+    maps.stack(kUpBackward, w.rounded.up_backward, h, i);
+  } else {
+    maps.common(w, w.gate, w.up, w.down, a.x);
+  }
   maps.buffer(kRingDY, Buffer::ring_d_y, h, maps.ring_rows());
-  maps.buffer(kRingDGate, Buffer::ring_d_gate, i, maps.ring_rows());
-  maps.buffer(kRingDUp, Buffer::ring_d_up, i, maps.ring_rows());
+  maps.buffers(kRingDGateUp, Buffer::ring_d_gate, Buffer::ring_d_up, i, maps.ring_rows());
   if (g.has_shared()) {
     if (a.tokens > 0) maps.matrix(kOwnDY, a.d_y, h, a.tokens);
-    maps.buffer(kSharedDGate, Buffer::shared_d_gate, shared, maps.own_rows());
-    maps.buffer(kSharedDUp, Buffer::shared_d_up, shared, maps.own_rows());
+    maps.buffers(kSharedDGateUp, Buffer::shared_d_gate, Buffer::shared_d_up, shared,
+                 maps.own_rows());
   }
   out->swiglu_limit = shape.swiglu_limit;
   const auto product = [&](BackwardProduct which) -> Product& { return out->product[which]; };
@@ -140,6 +152,7 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
                                       rows_of(s, Buffer::ring_up), i);
   Product& d_hidden = product(kDHidden);
   d_hidden = product_of(kRingDY, kDown);
+  d_hidden.mx = mx;
   d_hidden.d_hidden = {static_cast<const __nv_bfloat16*>(a.saved.gate),
                        static_cast<const __nv_bfloat16*>(a.saved.up),
                        rows_of(s, Buffer::ring_d_gate),
@@ -154,8 +167,9 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   recomputed.gate_in_ring = true;
   recomputed.d_hidden.gate = rows_of(s, Buffer::ring_gate);
   recomputed.d_hidden.up = rows_of(s, Buffer::ring_up);
-  product(kDInput) =
-      rows_to(product_of(kRingDGate, kGate, kRingDUp, kUp), s.tables.row_destination);
+  product(kDInput) = rows_to(
+      product_of(kRingDGateUp, mx ? kGateBackward : kGate, kRingDGateUp, mx ? kUpBackward : kUp),
+      s.tables.row_destination);
   const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
                           int64_t width) {
     Product p = weight_grad(left, right, grad.mode, grad.target.data, grad.target.row_stride,
@@ -164,8 +178,9 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
     p.weight_grad.carry_elements = static_cast<int32_t>(width);
     return p;
   };
-  product(kGradGate) = routed(kRingDGate, kRingX, a.d_gate, plan::WeightMatrix::gate, h);
-  product(kGradUp) = routed(kRingDUp, kRingX, a.d_up, plan::WeightMatrix::up, h);
+  product(kGradGate) = routed(kRingDGateUp, kRingX, a.d_gate, plan::WeightMatrix::gate, h);
+  product(kGradUp) = routed(kRingDGateUp, kRingX, a.d_up, plan::WeightMatrix::up, h);
+  product(kGradUp).a_slice = 1;
   product(kGradDown) = routed(kRingDY, kRingHidden, a.d_down, plan::WeightMatrix::down, i);
 
   product(kRecomputeSharedGateUp) = gate_up(
@@ -186,10 +201,12 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
                               nullptr,
                               g.shared_intermediate,
                               0};
-  product(kSharedDInput) = rows_to(product_of(kSharedDGate, kSharedGate, kSharedDUp, kSharedUp),
-                                   s.tables.shared_destination);
-  product(kSharedGradGate) = weight_grad(kSharedDGate, kOwnX, a.d_shared_gate_proj);
-  product(kSharedGradUp) = weight_grad(kSharedDUp, kOwnX, a.d_shared_up_proj);
+  product(kSharedDInput) =
+      rows_to(product_of(kSharedDGateUp, kSharedGate, kSharedDGateUp, kSharedUp),
+              s.tables.shared_destination);
+  product(kSharedGradGate) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_gate_proj);
+  product(kSharedGradUp) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_up_proj);
+  product(kSharedGradUp).a_slice = 1;
   product(kSharedGradDown) = weight_grad(kOwnDY, kSharedHidden, a.d_shared_down_proj);
 
   const int experts = g.experts_local();
@@ -206,12 +223,19 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
 
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
                    ForwardTensors* out) {
+  const bool mx = s.g.block > 0;
+  const LayerWeights& w = a.weights;
   Encoder maps(s, out->map);
-  maps.common(a.weights, a.x);
+  if (mx) {
+    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down, a.x);
+  } else {
+    maps.common(w, w.gate, w.up, w.down, a.x);
+  }
   maps.finish();
   out->swiglu_limit = shape.swiglu_limit;
   out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
                                         a.saved.gate, a.saved.up, s.g.intermediate);
+  out->product[kRoutedGateUp].mx = mx;
   out->product[kRoutedDown] = rows_to(product_of(kRingHidden, kDown), s.tables.row_destination);
   out->product[kSharedGateUpProduct] =
       gate_up(kOwnX, kSharedGate, kSharedUp, rows_of(s, Buffer::shared_hidden), a.saved.shared_gate,

@@ -12,7 +12,7 @@ enum Map : int8_t {
   kRingHidden,
   kGate,
   kUp,
-  kDown,
+  kDown,  // in mxfp8 the form that the direction reads
   kOwnX,  // the shared expert's: the caller's rows
   kSharedHidden,
   kSharedGate,
@@ -20,11 +20,11 @@ enum Map : int8_t {
   kSharedDown,
   kForwardMaps,
   kRingDY = kForwardMaps,
-  kRingDGate,
-  kRingDUp,
+  kRingDGateUp,  // slice 0: d_gate, 1: d_up
   kOwnDY,
-  kSharedDGate,
-  kSharedDUp,
+  kSharedDGateUp,
+  kGateBackward,  // mxfp8: d_input's, rounded along I
+  kUpBackward,
   kBackwardMaps
 };
 

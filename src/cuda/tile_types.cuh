@@ -118,7 +118,9 @@ static_assert(sizeof(TileTask) == 48);
 // said otherwise.
 struct Product {
   int8_t a[2], b[2];  // maps; the second ones are those of up: of b in gate_up, of both in d_input
+  int8_t a_slice;     // weight_grad: third coordinate in a's map (of d_input: 0 of gate, 1 of up)
   bool gate_in_ring;  // d_hidden: gate and up stand where d_gate does, at row0
+  bool mx;            // hidden, d_gate and d_up are rounded to their MX blocks
   GradMode mode;      // weight_grad
   static constexpr int32_t kNoMap = -1;
   union {
