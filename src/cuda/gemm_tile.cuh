@@ -249,7 +249,7 @@ class TileConsumer {
       : shared_(shared), products_(products), group_(group) {}
 
   __device__ __forceinline__ void run() {
-    while (wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) {
+    while (wait_for_task()) {
       const TaskKind kind = next_shape().kind();
       if (kind == TaskKind::stop) return;
       if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
@@ -265,7 +265,8 @@ class TileConsumer {
   }
 
  private:
-  static constexpr uint32_t kGroupBarrier = 2;  // and 3: of each warpgroup
+  // Named barriers: the first warpgroup's, both warpgroups'.
+  static constexpr uint32_t kFirstGroup = 2, kBothGroups = 3;
   // About the time of one slot; a longer look would only delay the flush.
   static constexpr int kLooks = 16;
 
@@ -295,10 +296,7 @@ class TileConsumer {
           finish_pending(tile);
         }
       }
-      if (next == Next::unknown &&
-          !wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) {
-        return;
-      }
+      if (next == Next::unknown && !wait_for_task()) return;
       const TileTask::Shape shape = next_shape();
       if (!Epilogue::takes(shape.kind())) return;
 
@@ -355,9 +353,22 @@ class TileConsumer {
     } else {
       tile.pack(acc, shape);
       tile.hold(last);
-      ptx::named_barrier_sync(kGroupBarrier + group_, kWarpgroup);
+      if (shape.low_half_only()) {
+        ptx::named_barrier_sync(kFirstGroup, kWarpgroup);
+      } else {
+        ptx::named_barrier_sync(kBothGroups, kConsumerGroups * kWarpgroup);
+      }
       run_slot<0>(tile);
     }
+  }
+
+  // False after an abort: there is no next task. One may just have been handed out when the flag
+  // was raised, and a tile must be taken by all warps or by none.
+  __device__ __forceinline__ bool wait_for_task() const {
+    if (wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) return true;
+    constexpr unsigned kHandingOut = 50'000;  // nanoseconds
+    __nanosleep(kHandingOut);
+    return shared_.task_full[at_.low()].test(at_.low_phase());
   }
 
   // Uniform over the warp, which the compiler must know of whatever steers wgmma.
@@ -408,7 +419,7 @@ class TileConsumer {
   __device__ __forceinline__ void run_slot(Epilogue& tile) {
     if constexpr (std::is_same_v<Epilogue, GradientEpilogue<Products>>) {
       tile.template run_slot<kSlot>(pending_task(),
-                                    shared_.a[tile.held()] + group_ * kHalfBytesA);
+                                    shared_.b[tile.held()] + group_ * tile.kStagingBytes);
     } else {
       tile.template run_slot<kSlot>(pending_task());
     }
@@ -514,16 +525,12 @@ class TileConsumer {
       spread<kKind, kSlot + 1>(acc, steps, step, tile);
     }
   }
-  // Within two steps: the fourth cannot be loaded before.
+  // At once: the fourth step cannot be loaded before.
   template <TaskKind kKind>
   __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
                                          GradientEpilogue<Products>& tile) {
     if (tile.pending()) run_slot<1>(tile);
     advance_to<kKind, kTileN>(acc, step, min(2, steps));
-    if (tile.pending()) {
-      run_slot<2>(tile);
-      run_slot<3>(tile);
-    }
   }
   // A slot a step from the first on, also where there are fewer steps.
   template <TaskKind kKind, int kSlot = 0>

@@ -1,12 +1,12 @@
 // Epilogue of weight gradients that are delivered as bf16: their tiles may have two steps of 64
-// rows and still 64 KB of results, so a slot must be short. Four slots of 64 columns each:
+// rows and still 64 KB of results, so it must be short. Two slots of 128 columns each:
 //
-//   registers --stmatrix--> 2 KB of shared memory a warp --tensor store--> the gradient
+//   registers --stmatrix--> 4 KB of shared memory a warp --tensor stores--> the gradient
 //
-// The shared memory is the warpgroup's own half of A in the tile's last stage, which the loader
-// gets back only when the last slot's store has read it. So slots are run at once: slot 0 at the
-// tile's end, the others within the first two steps of the next tile, for its fourth step needs the
-// stage. Other weight gradients leave through GradientStore, from the accumulators.
+// The shared memory is B of the tile's last stage, half of it for each warpgroup, which the loader
+// gets back only when the second slot's stores have read it. So slots are run soon: slot 0 at the
+// tile's end, slot 1 in the first step of the next tile, for its fourth step needs the stage. Other
+// weight gradients leave through GradientStore, from the accumulators.
 #pragma once
 
 #include "cuda/epilogue.cuh"
@@ -21,7 +21,8 @@ class GradientEpilogue : public Epilogue<Products> {
   using Base::flags_, Base::products_, Base::product;
 
  public:
-  static constexpr int kSlots = 4;
+  static constexpr int kSlots = 2;
+  static constexpr uint32_t kStagingBytes = kHalfN * kHalfM * 2;  // of a warpgroup
   static __device__ __forceinline__ bool takes(TaskKind kind) {
     return kind == TaskKind::weight_grad;
   }
@@ -40,7 +41,7 @@ class GradientEpilogue : public Epilogue<Products> {
     return flags_ & kFromAccumulators;
   }
 
-  // All warps of the warpgroup are done with the stage.
+  // All warps of the block that read the stage are done with it.
   __device__ __forceinline__ void hold(uint32_t stage) { flags_ |= stage << kStageShift; }
   __device__ __forceinline__ uint32_t held() const { return flags_ >> kStageShift & kStageMask; }
 
@@ -48,31 +49,38 @@ class GradientEpilogue : public Epilogue<Products> {
     packed_.pack(acc);
   }
 
-  // `staging`: the warpgroup's half of A in the stage that is held.
+  // `staging`: the warpgroup's half of B in the stage that is held.
   template <int kSlot>
   __device__ __forceinline__ void run_slot(const TileTask& task, uint8_t* staging) {
-    if (kSlot >= static_cast<int>(flags_ & kGroupsMask)) return;
-    const uint32_t thread = fresh_thread();
-    const uint32_t warp = thread / kWarp % (kWarpgroup / kWarp);
+    const int groups = static_cast<int>(flags_ & kGroupsMask) - kSlot * kSlotGroups;
+    if (groups <= 0) return;
     if (kSlot > 0) wait_until_read();
-    uint8_t* const own = staging + warp * kWarpBytes;
-    // Lanes 0 .. 15: rows of the first eight columns of a pair, 16 .. 31: of the other eight.
-    const uint32_t row = ptx::shared_address(own) + thread % kGradientBoxRows * kRowBytes;
-    const uint32_t upper = thread / kGradientBoxRows % 2;
+    const uint32_t thread = fresh_thread();
+    uint8_t* const own = staging + thread / kWarp % (kWarpgroup / kWarp) * kSlotGroups * kBoxBytes;
+    // Lanes 0 .. 15 have the rows of the first eight columns of a pair, 16 .. 31 of the other
+    // eight. The swizzle: 16-byte piece p of row r stands at p ^ r % 8.
+    const uint32_t at = ptx::shared_address(own) + thread % kGradientBoxRows * kRowBytes +
+                        ((thread / kGradientBoxRows ^ thread) % 2 | (thread & 6)) * 16;
 #pragma unroll
-    for (int i = 0; i < kGroupN / 16; ++i) {
-      const int j = kGroupN / 8 * kSlot + 2 * i;
-      ptx::store_matrices(row + ((2 * i + upper) ^ thread % 8) * 16, packed_.pair(j, 0),
-                          packed_.pair(j, 1), packed_.pair(j + 1, 0), packed_.pair(j + 1, 1));
+    for (int group = 0; group < kSlotGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < kGroupN / 16; ++i) {
+        const int j = kGroupN / 8 * (kSlotGroups * kSlot + group) + 2 * i;
+        ptx::store_matrices((at + group * kBoxBytes) ^ i * 32, packed_.pair(j, 0),
+                            packed_.pair(j, 1), packed_.pair(j + 1, 0), packed_.pair(j + 1, 1));
+      }
     }
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if constexpr (Products::kThere) {
-      if (leads()) {
-        ptx::store_tensor(&products_.gradient_map[flags_ >> kMapShift], own,
-                          task.col0 + kSlot * kGroupN,
-                          task.row0 + static_cast<int>((thread - kWarpgroup) / kWarp) * 16,
-                          task.expert);
+      if (ptx::elect()) {
+        const CUtensorMap* map = &products_.gradient_map[flags_ >> kMapShift];
+        const int row = task.row0 + static_cast<int>((thread - kWarpgroup) / kWarp) * 16;
+        const int column = task.col0 + kSlot * kSlotGroups * kGroupN;
+        ptx::store_tensor(map, own, column, row, task.expert);
+        if (groups > 1) {
+          ptx::store_tensor(map, own + kBoxBytes, column + kGroupN, row, task.expert);
+        }
         ptx::commit_stores();
       }
     }
@@ -80,7 +88,7 @@ class GradientEpilogue : public Epilogue<Products> {
 
   // What the warp has stored so far has left shared memory.
   __device__ __forceinline__ void wait_until_read() const {
-    if (leads()) ptx::wait_stores_read<0>();
+    if (ptx::elect()) ptx::wait_stores_read<0>();  // by the thread that issued them
     __syncwarp();
   }
 
@@ -90,10 +98,9 @@ class GradientEpilogue : public Epilogue<Products> {
   static constexpr uint32_t kStageMask = kStages - 1;
   static constexpr uint32_t kFromAccumulators = 1 << 8;
   static constexpr int kMapShift = 16;
-  static constexpr uint32_t kRowBytes = kGroupN * 2, kWarpBytes = kGradientBoxRows * kRowBytes;
-
-  // Stores are counted by the thread that issues them.
-  static __device__ __forceinline__ bool leads() { return fresh_thread() % kWarp == 0; }
+  static constexpr uint32_t kRowBytes = kGroupN * 2, kBoxBytes = kGradientBoxRows * kRowBytes;
+  static constexpr int kSlotGroups = 2;
+  static_assert(kSlotGroups * kSlots * kGroupN == kTileN);
 
   PackedTile packed_;
 };
