@@ -59,8 +59,8 @@ class GradientEpilogue : public Epilogue<Products> {
     uint8_t* const own = staging + thread / kWarp % (kWarpgroup / kWarp) * kSlotGroups * kBoxBytes;
     // Lanes 0 .. 15 have the rows of the first eight columns of a pair, 16 .. 31 of the other
     // eight. The swizzle: 16-byte piece p of row r stands at p ^ r % 8.
-    const uint32_t at = ptx::shared_address(own) + thread % kGradientBoxRows * kRowBytes +
-                        ((thread / kGradientBoxRows ^ thread) % 2 | (thread & 6)) * 16;
+    const uint32_t at = ptx::shared_address(own) + thread % kShortBoxRows * kRowBytes +
+                        ((thread / kShortBoxRows ^ thread) % 2 | (thread & 6)) * 16;
 #pragma unroll
     for (int group = 0; group < kSlotGroups; ++group) {
 #pragma unroll
@@ -72,9 +72,9 @@ class GradientEpilogue : public Epilogue<Products> {
     }
     ptx::fence_proxy_async_shared();
     __syncwarp();
-    if constexpr (Products::kThere) {
+    if constexpr (Products::kHasShortMaps) {
       if (ptx::elect()) {
-        const CUtensorMap* map = &products_.gradient_map[flags_ >> kMapShift];
+        const CUtensorMap* map = &products_.short_map[flags_ >> kMapShift];
         const int row = task.row0 + static_cast<int>((thread - kWarpgroup) / kWarp) * 16;
         const int column = task.col0 + kSlot * kSlotGroups * kGroupN;
         ptx::store_tensor(map, own, column, row, task.expert);
@@ -98,7 +98,7 @@ class GradientEpilogue : public Epilogue<Products> {
   static constexpr uint32_t kStageMask = kStages - 1;
   static constexpr uint32_t kFromAccumulators = 1 << 8;
   static constexpr int kMapShift = 16;
-  static constexpr uint32_t kRowBytes = kGroupN * 2, kBoxBytes = kGradientBoxRows * kRowBytes;
+  static constexpr uint32_t kRowBytes = kGroupN * 2, kBoxBytes = kShortBoxRows * kRowBytes;
   static constexpr int kSlotGroups = 2;
   static_assert(kSlotGroups * kSlots * kGroupN == kTileN);
 

@@ -57,7 +57,9 @@ enum BackwardProduct : int16_t {
 // Weight gradients, in the order of their products.
 inline constexpr int kGradientMaps = 6;
 
-using ForwardTensors = Products<kForwardMaps, kForwardProducts>;
+enum ForwardShortMap : int8_t { kRingXShort, kRingHiddenShort, kForwardShortMaps };
+
+using ForwardTensors = Products<kForwardMaps, kForwardProducts, kForwardShortMaps>;
 template <int kRanks>
 using BackwardTensors =
     Products<kBackwardMaps, kBackwardProducts, kRanks == 1 ? kGradientMaps : 0>;
