@@ -260,3 +260,14 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=r"x_bf16|x_fp8|x_sc"):
             call()
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (3, 96, 160), (2, 33, 70), (0, 64)], ids=str)
+def test_rounding_is_quantising_there_and_back(shape):
+    x = (torch.randn(shape) * torch.exp(4 * torch.randn(shape))).bfloat16()
+    codes, scales, codes_t, scales_t = mok.ops.mxfp8_quantize(x, True, True)
+    along_rows, along_columns = torch.ops.mok.mxfp8_round(x, True, True)
+    assert torch.equal(along_rows, mok.ops.mxfp8_dequantize(codes, scales))
+    assert torch.equal(along_columns, mok.ops.mxfp8_dequantize(codes_t, scales_t).mT)
+    assert torch.ops.mok.mxfp8_round(x.mT, True, False)[1] is None
+    assert torch.equal(torch.ops.mok.mxfp8_round(x.mT, True, False)[0].mT, along_columns)
