@@ -96,7 +96,8 @@ KINDS = ("SequentialMLP", "TEGroupedMLP", "in one buffer", "one parameter", "Gro
 def dense(p):
     """The problem's routing as Megatron has it."""
     tokens, experts = len(p.x), p.experts
-    probs, routing_map = torch.zeros(tokens, experts), torch.zeros(tokens, experts).bool()
+    probs = torch.zeros(tokens, experts, device=p.x.device)
+    routing_map = probs.bool()
     for t, row in enumerate(p.ids.tolist()):
         for k, e in enumerate(row):
             if e >= 0:
@@ -160,8 +161,12 @@ def boundary(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_backend(kind, dtype, boundary):
-    p = problem(31, shared=6, shared_gate=True, limit=2.0, dtype=dtype)
-    w = p.weights
+    check_backend(kind, problem(31, shared=6, shared_gate=True, limit=2.0, dtype=dtype), boundary)
+
+
+def check_backend(kind, p, boundary):
+    """Of a problem with a gated shared expert and a limit of 2."""
+    w, dtype = p.weights, p.x.dtype
     experts = experts_of(kind, p)
     shared = nn.Module()
     shared.linear_fc1 = linear(torch.cat([w.shared_gate, w.shared_up]), single=True)
@@ -202,12 +207,15 @@ def test_backend(kind, dtype, boundary):
 
 @pytest.mark.parametrize("kind", ["in one buffer", "one parameter", "TEGroupedMLP"])
 def test_main_grad(kind, boundary):
-    p = problem(32, dtype=torch.bfloat16)
+    check_main_grad(kind, problem(32, dtype=torch.bfloat16))
+
+
+def check_main_grad(kind, p):
     experts = experts_of(kind, p)
     parameters = list(experts.parameters())
     count = len(parameters) // 2
     for some in (parameters[:count], parameters[count:]):
-        buffer = torch.ones((len(some), *some[0].shape))
+        buffer = torch.ones((len(some), *some[0].shape), device=p.x.device)
         for parameter, main_grad in zip(some, buffer, strict=True):
             parameter.main_grad = main_grad
             parameter.grad_added_to_main_grad = False
