@@ -1,6 +1,7 @@
 // The PyTorch operators, in LibTorch's stable ABI. python/mok/ops.py holds the fake kernels, which
 // repeat the shapes of the outputs, and python/mok/autograd.py the autograd formula.
-// An output that is not wanted has shape [0].
+// A gradient that is not wanted is None; of backward_accumulate, whose outputs torch.compile wants
+// to be tensors, one of shape [0].
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
@@ -189,24 +190,38 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor topk_ids, Tensor top
 constexpr int64_t kNeedX = 1, kNeedTopkWeights = 2;
 constexpr int kFirstWeightBit = 2;
 
-using Gradients =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// In the order of these bits.
+using Gradients = std::array<OptionalTensor, kFirstWeightBit + kWeights>;
 
-std::string backward_schema(const std::string& name, const std::string& more_arguments) {
+// Calls make(gradient of bit 0), ... and returns the results as the tuple that an operator returns.
+template <size_t... kBit, class Make>
+auto outputs(std::index_sequence<kBit...>, const Make& make) {
+  return std::tuple(make(kBit)...);
+}
+template <class Make>
+auto outputs(const Make& make) {
+  return outputs(std::make_index_sequence<std::tuple_size_v<Gradients>>(), make);
+}
+
+std::string backward_schema(const std::string& name, const std::string& more_arguments,
+                            const std::string& tensor) {
+  const char* const gradients[] = {"d_x",         "d_topk_weights", "d_gate",
+                                   "d_up",        "d_down",         "d_shared_gate",
+                                   "d_shared_up", "d_shared_down",  "d_shared_gate_vector"};
+  std::string returned;
+  for (const char* gradient : gradients) {
+    returned += (returned.empty() ? "" : ", ") + tensor + " " + gradient;
+  }
   return name +
          "(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, "
          "Tensor? w_up, Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, "
          "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor routing_hash, "
          "Tensor saved, int workspace, int layout, int needs, "
          "Tensor[] quantized" +
-         more_arguments +
-         ") -> (Tensor d_x, Tensor d_topk_weights, Tensor d_gate, Tensor d_up, Tensor d_down, "
-         "Tensor d_shared_gate, Tensor d_shared_up, Tensor d_shared_down, "
-         "Tensor d_shared_gate_vector)";
+         more_arguments + ") -> (" + returned + ")";
 }
 
-// Of backward_accumulate: the gradient of a weight with a main_grad is added there, and the output
-// has shape [0].
+// Of backward_accumulate: the gradient of a weight with a main_grad is added there, not returned.
 constexpr const char* kMainGrads =
     ", Tensor(a!)? main_gate, Tensor(b!)? main_up, Tensor(c!)? main_down, "
     "Tensor(d!)? main_shared_gate, Tensor(e!)? main_shared_up, Tensor(f!)? main_shared_down, "
@@ -230,7 +245,7 @@ void check_main_grad(const std::string& name, const Tensor& main_grad, const Ten
 
 // Where the weights' gradients go: into new tensors, or into main_grads, or nowhere.
 struct WeightGradients {
-  std::array<Tensor, kWeights> out;
+  std::array<OptionalTensor, kWeights> out;
   std::array<GradMode, kWeights> mode{};
   std::array<const Tensor*, kWeights> target{};
 
@@ -246,10 +261,8 @@ struct WeightGradients {
         const auto sizes = weights[i]->sizes();
         out[i] = empty(like, sizes.data(), sizes.size(), s.type);
         mode[i] = GradMode::storage;
-        target[i] = &out[i];
-        continue;
+        target[i] = &*out[i];
       }
-      out[i] = empty(like, {0}, s.type);
     }
   }
   WeightGradients(const WeightGradients&) = delete;  // `target` points into `out`
@@ -292,11 +305,15 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     }
 
     const bool want_x = (needs & kNeedX) != 0, want_weights = (needs & kNeedTopkWeights) != 0;
-    Tensor d_x = want_x ? empty(x, {args.tokens, s.hidden}, s.type) : empty(x, {0}, s.type);
-    Tensor d_topk_weights =
-        want_weights ? empty(x, {args.tokens, s.topk}, s.sum_type) : empty(x, {0}, s.sum_type);
-    if (want_x) args.d_x = {data(d_x), s.hidden};
-    if (want_weights) args.d_topk_weights = data(d_topk_weights);
+    OptionalTensor d_x, d_topk_weights;
+    if (want_x) {
+      d_x = empty(x, {args.tokens, s.hidden}, s.type);
+      args.d_x = {data(*d_x), s.hidden};
+    }
+    if (want_weights) {
+      d_topk_weights = empty(x, {args.tokens, s.topk}, s.sum_type);
+      args.d_topk_weights = data(*d_topk_weights);
+    }
     const WeightGradients grads(weights, main_grads, needs, s, x);
     args.d_gate = grads.stack(w_gate);
     if (layout == split) {
@@ -327,31 +344,37 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
   });
 }
 
-Gradients backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
-                   OptionalTensor up, Tensor down, OptionalTensor shared_gate,
-                   OptionalTensor shared_up, OptionalTensor shared_down, OptionalTensor gate_vector,
-                   Tensor routing_hash, Tensor saved, int64_t workspace, int64_t layout,
-                   int64_t needs, std::vector<Tensor> quantized) {
-  return differentiate({}, d_y, x, topk_ids, topk_weights,
-                       {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
-                       routing_hash, saved, workspace, layout, needs, quantized);
+auto backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
+              OptionalTensor up, Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
+              OptionalTensor shared_down, OptionalTensor gate_vector, Tensor routing_hash,
+              Tensor saved, int64_t workspace, int64_t layout, int64_t needs,
+              std::vector<Tensor> quantized) {
+  const Gradients grads =
+      differentiate({}, d_y, x, topk_ids, topk_weights,
+                    {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
+                    routing_hash, saved, workspace, layout, needs, quantized);
+  return outputs([&](size_t i) { return grads[i]; });
 }
 
-Gradients backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights,
-                              Tensor gate, OptionalTensor up, Tensor down,
-                              OptionalTensor shared_gate, OptionalTensor shared_up,
-                              OptionalTensor shared_down, OptionalTensor gate_vector,
-                              Tensor routing_hash, Tensor saved, int64_t workspace, int64_t layout,
-                              int64_t needs, std::vector<Tensor> quantized,
-                              OptionalTensor main_gate, OptionalTensor main_up,
-                              OptionalTensor main_down, OptionalTensor main_shared_gate,
-                              OptionalTensor main_shared_up, OptionalTensor main_shared_down,
-                              OptionalTensor main_gate_vector) {
-  return differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
-                        main_shared_down, main_gate_vector},
-                       d_y, x, topk_ids, topk_weights,
-                       {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
-                       routing_hash, saved, workspace, layout, needs, quantized);
+auto backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
+                         OptionalTensor up, Tensor down, OptionalTensor shared_gate,
+                         OptionalTensor shared_up, OptionalTensor shared_down,
+                         OptionalTensor gate_vector, Tensor routing_hash, Tensor saved,
+                         int64_t workspace, int64_t layout, int64_t needs,
+                         std::vector<Tensor> quantized, OptionalTensor main_gate,
+                         OptionalTensor main_up, OptionalTensor main_down,
+                         OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
+                         OptionalTensor main_shared_down, OptionalTensor main_gate_vector) {
+  const Gradients grads =
+      differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
+                     main_shared_down, main_gate_vector},
+                    d_y, x, topk_ids, topk_weights,
+                    {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
+                    routing_hash, saved, workspace, layout, needs, quantized);
+  return outputs([&](size_t i) {
+    return grads[i] ? *grads[i]
+                    : empty(x, {0}, i == 1 ? topk_weights.scalar_type() : x.scalar_type());
+  });
 }
 
 }  // namespace
@@ -359,8 +382,8 @@ Gradients backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk
 STABLE_TORCH_LIBRARY(mok, m) {
   m.def("routing_hash(Tensor topk_ids) -> Tensor");
   m.def(kForwardSchema);
-  m.def(backward_schema("backward", "").c_str());
-  m.def(backward_schema("backward_accumulate", kMainGrads).c_str());
+  m.def(backward_schema("backward", "", "Tensor?").c_str());
+  m.def(backward_schema("backward_accumulate", kMainGrads, "Tensor").c_str());
 }
 
 // The workspace knows its executor.

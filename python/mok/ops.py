@@ -39,14 +39,13 @@ def _forward_fake(
 
 
 def _backward_shapes(x, topk_weights, weights, needs, main_grads):
-    tokens, hidden = x.shape
     grads = [
-        x.new_empty((tokens, hidden) if needs & 1 else (0,)),
-        topk_weights.new_empty(topk_weights.shape if needs & 2 else (0,)),
+        x.new_empty(x.shape) if needs & 1 else None,
+        topk_weights.new_empty(topk_weights.shape) if needs & 2 else None,
     ]
     for i, (weight, main_grad) in enumerate(zip(weights, main_grads, strict=True)):
         fresh = weight is not None and main_grad is None and needs >> (2 + i) & 1
-        grads.append(weight.new_empty(weight.shape) if fresh else x.new_empty((0,)))
+        grads.append(weight.new_empty(weight.shape) if fresh else None)
     return tuple(grads)
 
 
@@ -70,7 +69,9 @@ def _backward_accumulate_fake(
         main_gate, main_up, main_down, main_shared_gate, main_shared_up, main_shared_down,
         main_shared_gate_vector,
     )  # fmt: skip
-    return _backward_shapes(x, topk_weights, weights, needs, main_grads)
+    grads = _backward_shapes(x, topk_weights, weights, needs, main_grads)
+    nothing = [t.new_empty((0,)) for t in (x, topk_weights, *(x,) * 7)]
+    return tuple(n if g is None else g for g, n in zip(grads, nothing, strict=True))
 
 
 @torch.library.register_fake("mok::routing_hash")
