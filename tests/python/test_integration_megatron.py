@@ -264,7 +264,7 @@ def test_what_is_refused(boundary):
 # ---- Megatron itself -------------------------------------------------------------------------
 
 
-def layer_of_megatron(dtype, ep):
+def layer_of_megatron(dtype, ep, device):
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -272,30 +272,32 @@ def layer_of_megatron(dtype, ep):
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    torch.cuda.current_device = lambda: torch.device("cpu")  # the router asks for it
+    if device == "cpu":
+        torch.cuda.current_device = lambda: torch.device("cpu")  # the router asks for it
     if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine
         moe_utils.te_general_gemm = None
     assert dist.is_initialized()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
     config = TransformerConfig(
-        num_layers=1, hidden_size=24, num_attention_heads=2, num_moe_experts=6, moe_router_topk=2,
-        moe_ffn_hidden_size=10, ffn_hidden_size=10, gated_linear_unit=True, activation_func=F.silu,
+        num_layers=1, hidden_size=64, num_attention_heads=2, num_moe_experts=6, moe_router_topk=2,
+        moe_ffn_hidden_size=64, ffn_hidden_size=64, gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, use_cpu_initialization=True, moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather", params_dtype=dtype, bf16=dtype == torch.bfloat16,
-        moe_shared_expert_intermediate_size=12, bias_activation_fusion=False,
+        moe_shared_expert_intermediate_size=64, bias_activation_fusion=False,
         gradient_accumulation_fusion=False, expert_model_parallel_size=ep,
     )  # fmt: skip
     spec = get_moe_module_spec(use_te=False, num_experts=6, moe_grouped_gemm=False)
-    return MoELayer(config, spec.submodules)
+    return MoELayer(config, spec.submodules).to(device)
 
 
-def _on_megatron(rank, dtype):
+def on_megatron(rank, dtype, device="cpu"):
+    """Names of what differs with mok."""
     import torch.distributed as dist
 
     torch.manual_seed(3)
-    layer = layer_of_megatron(dtype, dist.get_world_size())
+    layer = layer_of_megatron(dtype, dist.get_world_size(), device)
     names = list(layer.state_dict())
-    x = torch.randn(5, 2, 24, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    x = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(rank)).to(device, dtype)
 
     def step():
         leaf = x.clone().requires_grad_()
@@ -320,7 +322,7 @@ def _on_megatron(rank, dtype):
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_a_layer_of_megatron(dtype, ep):
-    assert ranks.run(ep, _on_megatron, dtype, timeout=250) == [[]] * ep
+    assert ranks.run(ep, on_megatron, dtype, timeout=250) == [[]] * ep
 
 
 @needs_megatron

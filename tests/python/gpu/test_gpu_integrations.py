@@ -1,9 +1,10 @@
-"""Other projects' MoE layers computed by mok on a GPU: models of transformers where it is
-installed, and the stand-ins of Megatron's modules of tests/python/test_integration_megatron.py."""
+"""Other projects' MoE layers computed by mok on a GPU, where they are installed, and the stand-ins
+of Megatron's modules of tests/python/test_integration_megatron.py."""
 
 import copy
 
 import pytest
+import ranks
 import torch
 from gpu_problems import DEVICE, gpu_problem
 from mok.integrations import transformers as integration
@@ -12,7 +13,10 @@ from test_integration_megatron import (
     boundary,  # noqa: F401  (a fixture)
     check_backend,
     check_main_grad,
+    needs_megatron,
+    on_megatron,
 )
+from test_integration_torchtitan import compare_layers, needs_torchtitan
 from test_integration_transformers import FAMILIES, close, tiny
 
 BF16 = torch.bfloat16
@@ -67,3 +71,13 @@ def test_megatrons_experts(kind, boundary):  # noqa: F811
 @pytest.mark.parametrize("kind", ["in one buffer", "one parameter", "TEGroupedMLP"])
 def test_megatrons_main_grad(kind, boundary):  # noqa: F811
     check_main_grad(kind, gpu_problem(32, topk=2))
+
+
+@needs_megatron
+def test_a_layer_of_megatron():
+    assert ranks.run(1, on_megatron, BF16, "cuda", timeout=100) == [[]]
+
+
+@needs_torchtitan
+def test_a_layer_of_torchtitan():
+    compare_layers(BF16, DEVICE)
