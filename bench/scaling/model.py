@@ -44,9 +44,9 @@ class Rates:
     schedule_s: float = 45e-6
 
 
-# MXFP8 is multiplied as exactly dequantised bf16; its scales are one byte for 32 elements.
+# MXFP8 is multiplied as exactly dequantised bf16, which is how its weights are read.
 RATES = {"bf16": Rates(), "mxfp8": Rates(), "fp8": Rates(matrix=1160e12)}
-WEIGHT_BYTES = {"bf16": 2, "mxfp8": 33 / 32, "fp8": 1}
+WEIGHT_BYTES = {"bf16": 2, "mxfp8": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@
 namespace mok::cuda {
 
 struct Options {
-  WorkspaceOptions workspace;  // workers and delays are the CPU executor's
+  WorkspaceOptions workspace;             // workers and delays are the CPU executor's
+  Precision precision = Precision::bf16;  // or mxfp8: it reads LayerWeights::rounded
   GroupOptions deadlines;
   int comm_blocks = 0;  // blocks of each rank that communicate; 0 = all
   int sm_reserve = 0;   // SMs of each GPU left to others
@@ -39,7 +40,8 @@ struct SymmetricMemory {
   int device;                 // of this process's rank
   std::vector<void*> blocks;  // [R] every rank's block, mapped here; aligned to 1024 bytes
 };
-// Bytes of each rank's block: the same on all ranks for the same shape, ranks and max_tokens.
+// Bytes of each rank's block: the same on all ranks for the same shape, ranks, max_tokens and
+// precision.
 int64_t symmetric_bytes(const LayerShape& shape, int ranks, const Options& options);
 
 // For tests: what is wrong with the next call. Made by the host alone; the kernel does not know.
@@ -62,7 +64,7 @@ class Workspace {
   // All R ranks, rank r on devices[r]; ranks that share a GPU are *virtual*: one launch, its blocks
   // divided among them, each with its own memory.
   // Takes all memory. Throws bad_argument (sizes: H, I, I_s multiples of 64), unsupported (names
-  // the GPU, or the pair of GPUs without peer access), out_of_memory.
+  // the GPU, the pair of GPUs without peer access, or the precision), out_of_memory.
   Workspace(const LayerShape& shape, const std::vector<int>& devices, const Options& options);
   // One rank; the others are other processes'. Collective: a barrier of all processes must come
   // between this and the first call, because each clears its own block here.

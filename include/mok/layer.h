@@ -78,6 +78,14 @@ struct QuantizedWeights {
   QuantizedStack gate_t, up_t, down_t;  // the transposed matrices, quantised along *their* rows
 };
 
+// What products of precision mxfp8 read on GPUs: bf16 tensors of the shapes of gate, up and down
+// whose numbers are those of the quantised weights, which bf16 holds exactly. Made from bf16
+// weights or from quantised ones by src/cuda/quantize.h.
+struct RoundedWeights {
+  ConstStack gate, up, down;                             // rounded along the last dimension
+  ConstStack gate_backward, up_backward, down_backward;  // rounded along the one before
+};
+
 struct LayerWeights {
   ConstStack gate, up;                       // [E_local, I, H]
   ConstStack down;                           // [E_local, H, I]
@@ -85,10 +93,12 @@ struct LayerWeights {
   ConstMatrix shared_up_proj;                // [I_s, H]
   ConstMatrix shared_down_proj;              // [H, I_s]
   const void* shared_gate_vector = nullptr;  // [H], only with shape.shared_gate
-  // mxfp8 and fp8 read these instead of gate, up and down, which may be null. Forward: gate, up,
-  // down. Backward: gate_t, up_t, down_t, and gate, up to recompute rows that were not saved.
+  // mxfp8 and fp8 read these instead of gate, up and down, which may be null: `quantized` on CPUs,
+  // `rounded` on GPUs. Forward: gate, up, down. Backward: gate_t, up_t, down_t (or gate_backward,
+  // up_backward, down_backward), and gate, up to recompute rows that were not saved.
   // Whoever changes the weights makes these anew; the layer has no way to see it.
   QuantizedWeights quantized;
+  RoundedWeights rounded;
 };
 
 // What forward leaves for backward, in the caller's memory, all in the storage type, contiguous.

@@ -15,6 +15,7 @@ namespace {
 cuda::Options cuda_options(const WorkspaceSettings& s) {
   cuda::Options o;
   o.workspace = s.options;
+  o.precision = s.precision;
   o.deadlines = s.group->group->options();
   o.comm_blocks = s.comm_blocks;
   o.sm_reserve = s.sm_reserve;

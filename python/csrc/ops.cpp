@@ -163,7 +163,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor topk_ids, Tensor top
     args.id_type = id_type(topk_ids);
     args.topk_weights = views.contiguous(topk_weights);
     args.weights = views.weights(weights, layout, s);
-    args.weights.quantized = views.quantized_forward(quantized, s);
+    views.quantized_forward(quantized, s, args.weights);
 
     const SavedParts parts(s, saved_rows, args.tokens);
     Tensor y = empty(x, {args.tokens, s.hidden}, s.type);
@@ -296,7 +296,7 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     args.id_type = id_type(topk_ids);
     args.topk_weights = views.contiguous(topk_weights);
     args.weights = views.weights(weights, layout, s);
-    args.weights.quantized = views.quantized_backward(quantized, s);
+    views.quantized_backward(quantized, s, args.weights);
     if (s.device == kCpu && hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk) !=
                                 *static_cast<const int64_t*>(hash.const_data_ptr())) {
       refuse(ErrorCode::bad_routing,

@@ -5,8 +5,10 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "cpu/quantize.h"
+#include "numerics/blocks.h"
 #include "tensors.h"
 
 #ifdef MOK_WITH_CUDA
@@ -123,6 +125,50 @@ Tensor dequantize(Precision precision, const Tensor& x_fp8, const Tensor& x_sc) 
   return y;
 }
 
+// The weights of mxfp8 on GPUs: x rounded there and back along its rows, and along its columns.
+std::tuple<OptionalTensor, OptionalTensor> mxfp8_round(Tensor x_bf16, bool along_rows,
+                                                       bool along_columns) {
+  const Matrices m("x_bf16", x_bf16, ScalarType::BFloat16);
+  Arguments views;
+  const ConstStack x = views.matrices(x_bf16);
+  OptionalTensor rows, columns;
+  const auto take = [&] { return empty_matrices(x_bf16, m.rows, m.columns, ScalarType::BFloat16); };
+  if (along_rows) rows = take();
+  if (along_columns) columns = take();
+#ifdef MOK_WITH_CUDA
+  if (x_bf16.is_cuda()) {
+    const cuda::DeviceGuard guard(x_bf16.get_device_index());
+    try {
+      cuda::round_weights(Precision::mxfp8, x, m.count, m.rows, m.columns,
+                          rows ? data(*rows) : nullptr, columns ? data(*columns) : nullptr,
+                          static_cast<cudaStream_t>(current_stream(x_bf16.get_device_index())));
+    } catch (const Error& e) {
+      require(false, std::string("x_bf16: ") + e.what());
+    }
+    return {rows, columns};
+  }
+#endif
+  // A line: `n` elements, `step` apart.
+  const auto round_lines = [&](Tensor& out, int64_t lines, int64_t n, bool down) {
+    auto* to = static_cast<numerics::bf16*>(data(out));
+    torch::stable::parallel_for(0, m.count * lines, 64, [&](int64_t begin, int64_t end) {
+      std::vector<numerics::bf16> line(n);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t e = i / lines, l = i % lines;
+        const auto* from = static_cast<const numerics::bf16*>(x.data) + e * x.expert_stride +
+                           (down ? l : l * x.row_stride);
+        auto* into = to + e * m.rows * m.columns + (down ? l : l * m.columns);
+        for (int64_t j = 0; j < n; ++j) line[j] = from[down ? j * x.row_stride : j];
+        numerics::round_row(line.data(), n, numerics::kMxBlock, line.data());
+        for (int64_t j = 0; j < n; ++j) into[down ? j * m.columns : j] = line[j];
+      }
+    });
+  };
+  if (rows) round_lines(*rows, m.rows, m.columns, false);
+  if (columns) round_lines(*columns, m.columns, m.rows, true);
+  return {rows, columns};
+}
+
 Quantized mxfp8_quantize(Tensor x_bf16, bool return_normal, bool return_transposed) {
   return quantize(Precision::mxfp8, x_bf16, return_normal, return_transposed);
 }
@@ -142,9 +188,31 @@ std::string quantize_schema(const std::string& name) {
 
 }  // namespace
 
+#ifdef MOK_WITH_CUDA
+Tensor dequantize_on_gpu(Precision precision, const Tensor& data, const Tensor& scales,
+                         bool transpose) {
+  const Tensor x = torch::stable::contiguous(data), s = torch::stable::contiguous(scales);
+  const int64_t rows = x.size(1), columns = x.size(2);
+  const int64_t out_rows = transpose ? columns : rows, out_columns = transpose ? rows : columns;
+  Tensor y = empty(x, {x.size(0), out_rows, out_columns}, ScalarType::BFloat16);
+  const cuda::DeviceGuard guard(x.get_device_index());
+  cuda::dequantize_weights(precision, const_data(x), static_cast<const uint8_t*>(const_data(s)),
+                           x.size(0), rows, columns, torch_ops::data(y), transpose,
+                           static_cast<cudaStream_t>(current_stream(x.get_device_index())));
+  return y;
+}
+#else
+Tensor dequantize_on_gpu(Precision, const Tensor&, const Tensor&, bool) {
+  throw Error(ErrorCode::unsupported, "this build has no CUDA executor");
+}
+#endif
+
 STABLE_TORCH_LIBRARY_FRAGMENT(mok, m) {
   m.def(quantize_schema("mxfp8_quantize").c_str());
   m.def(quantize_schema("fp8_quantize").c_str());
+  m.def(
+      "mxfp8_round(Tensor x_bf16, bool along_rows, bool along_columns) -> (Tensor? along_rows, "
+      "Tensor? along_columns)");
   m.def("mxfp8_dequantize(Tensor x_fp8, Tensor x_sc) -> Tensor");
   m.def("fp8_dequantize(Tensor x_fp8, Tensor x_sc) -> Tensor");
 }
@@ -153,6 +221,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok, m) {
   (m).impl("mxfp8_quantize", TORCH_BOX(&mxfp8_quantize));     \
   (m).impl("fp8_quantize", TORCH_BOX(&fp8_quantize));         \
   (m).impl("mxfp8_dequantize", TORCH_BOX(&mxfp8_dequantize)); \
+  (m).impl("mxfp8_round", TORCH_BOX(&mxfp8_round));           \
   (m).impl("fp8_dequantize", TORCH_BOX(&fp8_dequantize))
 
 STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) { MOK_QUANTIZERS(m); }

@@ -190,34 +190,55 @@ QuantizedStack Arguments::quantized(const char* name, const std::vector<Tensor>&
   return {contiguous(q[i]), static_cast<const uint8_t*>(contiguous(q[i + 1]))};
 }
 
-QuantizedWeights Arguments::quantized_forward(const std::vector<Tensor>& q, const Sizes& s) {
+void Arguments::quantized_one(const std::vector<Tensor>& q, const Sizes& s, const QuantizedOne& one,
+                              LayerWeights& w) {
+  if (s.device != kCpu && q[0].scalar_type() == ScalarType::BFloat16) {
+    const auto& t = q[one.place];
+    const int64_t rows = one.transposed ? one.columns : one.rows;
+    const int64_t columns = one.transposed ? one.rows : one.columns;
+    check((std::string("quantized.") + one.rounded_name).c_str(), t,
+          {s.local_experts, rows, columns}, ScalarType::BFloat16, s.device);
+    w.rounded.*one.rounded = stack(t);
+    return;
+  }
+  const size_t at = 2 * one.place;
+  const QuantizedStack fp8 = quantized(one.name, q, at, s, one.rows, one.columns);
+  if (s.device == kCpu) {
+    w.quantized.*one.quantized = fp8;
+  } else {
+    w.rounded.*one.rounded = stack(
+        copies_.emplace_back(dequantize_on_gpu(s.precision, q[at], q[at + 1], one.transposed)));
+  }
+}
+
+void Arguments::quantized_forward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w) {
+  using Q = QuantizedWeights;
+  using R = RoundedWeights;
   const int64_t h = s.hidden, i = s.intermediate;
   const bool wanted = is_quantized(s.precision);
   if (wanted ? q.size() != 6 && q.size() != 12 : !q.empty()) {
     refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
   }
-  QuantizedWeights out;
-  if (!wanted) return out;
-  out.gate = quantized("gate", q, 0, s, i, h);
-  out.up = quantized("up", q, 2, s, i, h);
-  out.down = quantized("down", q, 4, s, h, i);
-  return out;
+  if (!wanted) return;
+  quantized_one(q, s, {"gate", "gate", 0, i, h, false, &Q::gate, &R::gate}, w);
+  quantized_one(q, s, {"up", "up", 1, i, h, false, &Q::up, &R::up}, w);
+  quantized_one(q, s, {"down", "down", 2, h, i, false, &Q::down, &R::down}, w);
 }
 
-QuantizedWeights Arguments::quantized_backward(const std::vector<Tensor>& q, const Sizes& s) {
+void Arguments::quantized_backward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w) {
+  using Q = QuantizedWeights;
+  using R = RoundedWeights;
   const int64_t h = s.hidden, i = s.intermediate;
   const bool wanted = is_quantized(s.precision);
-  if (q.size() != (wanted ? 10 : 0)) {
+  if (wanted ? q.size() != 10 && (q.size() != 5 || s.device == kCpu) : !q.empty()) {
     refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
   }
-  QuantizedWeights out;
-  if (!wanted) return out;
-  out.gate = quantized("gate", q, 0, s, i, h);
-  out.up = quantized("up", q, 2, s, i, h);
-  out.gate_t = quantized("gate_t", q, 4, s, h, i);
-  out.up_t = quantized("up_t", q, 6, s, h, i);
-  out.down_t = quantized("down_t", q, 8, s, i, h);
-  return out;
+  if (!wanted) return;
+  quantized_one(q, s, {"gate", "gate", 0, i, h, false, &Q::gate, &R::gate}, w);
+  quantized_one(q, s, {"up", "up", 1, i, h, false, &Q::up, &R::up}, w);
+  quantized_one(q, s, {"gate_t", "gate_backward", 2, h, i, true, &Q::gate_t, &R::gate_backward}, w);
+  quantized_one(q, s, {"up_t", "up_backward", 3, h, i, true, &Q::up_t, &R::up_backward}, w);
+  quantized_one(q, s, {"down_t", "down_backward", 4, i, h, true, &Q::down_t, &R::down_backward}, w);
 }
 
 }  // namespace mok::torch_ops

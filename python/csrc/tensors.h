@@ -77,12 +77,25 @@ class Arguments {
   // and gradients alone.
   LayerWeights weights(const Weights& w, int64_t layout, const Sizes& s);
   ConstStack matrices(const Tensor& t);  // [rows, columns] or [count, rows, columns]
-  // Of forward: gate, up, down, each data and scales; backward's transposed ones may follow.
-  QuantizedWeights quantized_forward(const std::vector<Tensor>& q, const Sizes& s);
-  // Of backward: gate, up, gate_t, up_t, down_t, each data and scales.
-  QuantizedWeights quantized_backward(const std::vector<Tensor>& q, const Sizes& s);
+  // What products read in a quantised precision, into `w`. Of forward: gate, up, down, each data
+  // and scales; backward's transposed ones may follow. Of backward: gate, up, gate_t, up_t, down_t.
+  // On a GPU also a bf16 tensor each, rounded; FP8 is turned into those here, at every call.
+  void quantized_forward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w);
+  void quantized_backward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w);
 
  private:
+  // One of either list: `place` counts weights.
+  struct QuantizedOne {
+    const char* name;          // of the FP8 form,
+    const char* rounded_name;  // of bf16
+    size_t place;
+    int64_t rows, columns;  // of the FP8 form
+    bool transposed;        // against the weight
+    QuantizedStack QuantizedWeights::* quantized;
+    ConstStack RoundedWeights::* rounded;
+  };
+  void quantized_one(const std::vector<Tensor>& q, const Sizes& s, const QuantizedOne& one,
+                     LayerWeights& w);
   QuantizedStack quantized(const char* name, const std::vector<Tensor>& q, size_t i, const Sizes& s,
                            int64_t rows, int64_t columns);
 
@@ -99,6 +112,10 @@ void take_apart(AnyStack both, int64_t layout, const Sizes& s, int64_t element, 
   up.data = static_cast<Byte*>(both.data) + rows * both.row_stride * element;
   if (layout == interleaved) gate.row_stride = up.row_stride = 2 * both.row_stride;
 }
+
+// FP8 matrices on a GPU -> bf16, the transposed ones with `transpose` (quantize.cpp). Checked.
+Tensor dequantize_on_gpu(Precision precision, const Tensor& data, const Tensor& scales,
+                         bool transpose);
 
 // A new contiguous tensor on the device of `like`.
 Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, ScalarType type);

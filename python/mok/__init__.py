@@ -24,7 +24,7 @@ from mok.group import (
 )
 from mok.layer import MoELayer, Routing
 from mok.losses import load_balancing_loss, router_z_loss
-from mok.precision import QuantizedWeights, quantize_weights
+from mok.precision import QuantizedWeights, RoundedWeights, quantize_weights
 from mok.router import RouterConfig, expert_counts, route
 
 __version__ = library_version()
@@ -34,6 +34,7 @@ __all__ = [
     "MoELayer",
     "Options",
     "QuantizedWeights",
+    "RoundedWeights",
     "RouterConfig",
     "Routing",
     "checkpoint_policy",

@@ -9,7 +9,13 @@ from torch import Tensor
 from mok import _library
 from mok.group import Group, _find_workspace, default_group
 from mok.ops import LAYOUTS
-from mok.precision import QUANTIZED, QuantizedWeights, checked_precision, for_backward
+from mok.precision import (
+    QUANTIZED,
+    QuantizedWeights,
+    RoundedWeights,
+    checked_precision,
+    for_backward,
+)
 from mok.precision import quantize_weights as _quantize_weights
 
 WEIGHT_NAMES = (
@@ -255,7 +261,7 @@ def moe(
     accumulate: bool = False,
     accumulate_from: tuple | None = None,
     precision: str | None = None,
-    quantized: QuantizedWeights | None = None,
+    quantized: QuantizedWeights | RoundedWeights | None = None,
     group: Group | None = None,
 ) -> Tensor:
     """A mixture-of-experts layer without its router. Collective over the group, as is its backward.
@@ -424,7 +430,7 @@ def _check_given(x, topk_ids, topk_weights, weights, layout, precision, quantize
     checked_precision(precision)
     if quantized is not None and precision not in QUANTIZED:
         raise ValueError(f"quantized: given, but precision is {precision!r}")
-    if quantized is not None and not isinstance(quantized, QuantizedWeights):
+    if quantized is not None and not isinstance(quantized, QuantizedWeights | RoundedWeights):
         raise TypeError(f"quantized: {type(quantized).__name__}, expected mok.QuantizedWeights")
 
     for name, weight in zip(WEIGHT_NAMES, weights):  # noqa: B905

@@ -228,9 +228,9 @@ class Group:
 
             def size():
                 _library.check_gpu(device.index)
-                if shape.precision in QUANTIZED:
-                    raise NotImplementedError(f"precision: {shape.precision} is not there on GPUs")
-                if shape.precision != torch.bfloat16:
+                if shape.precision == "fp8":
+                    raise NotImplementedError("precision: fp8 is not there on GPUs; mxfp8 is")
+                if shape.precision not in (torch.bfloat16, "mxfp8"):
                     raise TypeError(
                         f"w_down: dtype {shape.precision}; on a GPU the layer computes in "
                         "torch.bfloat16 (MoELayer's compute_dtype converts weights)"

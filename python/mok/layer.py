@@ -10,7 +10,13 @@ from mok.autograd import DTYPES, _local, moe
 from mok.group import Group, default_group
 from mok.models import preset
 from mok.ops import LAYOUTS
-from mok.precision import QUANTIZED, QuantizedWeights, checked_precision, quantize_weights
+from mok.precision import (
+    QUANTIZED,
+    QuantizedWeights,
+    RoundedWeights,
+    checked_precision,
+    quantize_weights,
+)
 from mok.router import RouterConfig, expert_counts, route
 
 
@@ -52,8 +58,9 @@ class MoELayer(nn.Module):
             they are.
         precision: None: the weights' dtype; or "bf16", "mxfp8", "fp8", all of bf16 weights; see
             :func:`mok.moe`. The FP8 weights are kept, and made anew when PyTorch's version counter
-            says that a parameter has changed (under torch.compile: at each call). It does not see
-            writes through ``parameter.data``: call :meth:`requantize` after those.
+            says that a parameter has changed (under torch.compile and in a CUDA graph: at each
+            call). It does not see writes through ``parameter.data``: call :meth:`requantize` after
+            those.
         group: the EP group; default: that of :func:`mok.init`.
         device, dtype: of the experts' weights (bf16, fp32 or fp64).
 
@@ -325,10 +332,12 @@ class MoELayer(nn.Module):
         """Forgets the FP8 weights; the next call makes them anew."""
         self._quantized = None
 
-    def _quantized_weights(self, tensors: tuple) -> QuantizedWeights | None:
+    def _quantized_weights(self, tensors: tuple) -> QuantizedWeights | RoundedWeights | None:
         """Of the weights that are multiplied; those kept, unless a parameter has changed."""
         if self.precision not in QUANTIZED or torch.compiler.is_compiling():
             return None  # moe quantises
+        if self.w_down.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # the weights may change between replays
         with torch.no_grad():
             parameters = [_local(p) for p in self.expert_parameters()]
             state = [self.precision, *((p.data_ptr(), p._version) for p in parameters)]

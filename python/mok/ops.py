@@ -112,6 +112,12 @@ def _register_fakes(name: str, in_tile: tuple) -> None:
         return x_fp8.new_empty(x_fp8.shape, dtype=torch.bfloat16)
 
 
+@torch.library.register_fake("mok::mxfp8_round")
+def _mxfp8_round_fake(x_bf16, along_rows, along_columns):
+    wanted = (along_rows, along_columns)
+    return tuple(x_bf16.new_empty(x_bf16.shape) if want else None for want in wanted)
+
+
 _MX_TILE, _FP8_TILE = (32, 16), ()
 _register_fakes("mxfp8", _MX_TILE)
 _register_fakes("fp8", _FP8_TILE)

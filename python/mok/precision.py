@@ -31,6 +31,23 @@ class QuantizedWeights(NamedTuple):
     down_t_scales: Tensor
 
 
+class RoundedWeights(NamedTuple):
+    """The routed weights as products of mxfp8 read them on GPUs: bf16, each element the number that
+    its E4M3 code and scale stand for.
+
+    Forward reads ``gate``, ``up`` and ``down``, rounded in blocks along the last dimension;
+    backward the others, rounded along the one before, and ``gate`` and ``up`` for rows that it
+    recomputes.
+    """
+
+    gate: Tensor  # [E_local, I, H]
+    up: Tensor  # [E_local, I, H]
+    down: Tensor  # [E_local, H, I]
+    gate_backward: Tensor  # [E_local, I, H]
+    up_backward: Tensor  # [E_local, I, H]
+    down_backward: Tensor  # [E_local, H, I]
+
+
 def checked_precision(precision) -> str | None:
     if precision is not None and not isinstance(precision, str):
         raise TypeError(f"precision: {precision!r} is not a string")
@@ -52,8 +69,9 @@ def split_gate_up(w_gate: Tensor, w_up: Tensor | None, layout: str) -> tuple[Ten
 @torch.no_grad()
 def quantize_weights(
     precision: str, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor, *, layout: str = "split"
-) -> QuantizedWeights:
-    """The routed weights in FP8, for ``quantized`` of :func:`mok.moe`.
+) -> QuantizedWeights | RoundedWeights:
+    """The routed weights in FP8, for ``quantized`` of :func:`mok.moe`; on a GPU in mxfp8 their
+    numbers in bf16, which is what its products read.
 
     To be made anew whenever the weights change; nothing else notices.
 
@@ -67,6 +85,9 @@ def quantize_weights(
         raise ValueError(f"precision: {precision!r} is none of {', '.join(QUANTIZED)}")
     quantize = torch.ops.mok.mxfp8_quantize if precision == "mxfp8" else torch.ops.mok.fp8_quantize
     gate, up = split_gate_up(w_gate, w_up, layout)
+    if precision == "mxfp8" and w_down.is_cuda:
+        pairs = [torch.ops.mok.mxfp8_round(w.detach(), True, True) for w in (gate, up, w_down)]
+        return RoundedWeights(*(pair[0] for pair in pairs), *(pair[1] for pair in pairs))
     pairs = [quantize(weight.detach(), True, True) for weight in (gate, up, w_down)]
     normal = [tensor for pair in pairs for tensor in pair[:2]]
     transposed = [tensor for pair in pairs for tensor in pair[2:]]
@@ -74,5 +95,7 @@ def quantize_weights(
 
 
 def for_backward(quantized) -> list[Tensor]:
-    """What the operator ``backward`` takes of the twelve tensors: all but ``down``."""
+    """What the operator ``backward`` takes of the twelve tensors, or of six: all but ``down``."""
+    if len(quantized) == len(RoundedWeights._fields):
+        return [*quantized[:2], *quantized[3:]]
     return [*quantized[:4], *quantized[6:]]

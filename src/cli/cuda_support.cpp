@@ -15,7 +15,7 @@ std::string cuda_refuses(const Spec& spec) {
                              " is not a multiple of 64, which --device cuda needs";
   };
   const LayerShape& s = spec.shape;
-  if (spec.precision != Precision::bf16) {
+  if (spec.precision != Precision::bf16 && spec.precision != Precision::mxfp8) {
     return std::string("--precision: ") + to_string(spec.precision) +
            " runs on the CPU only, not with --device cuda";
   }

@@ -12,6 +12,7 @@
 #include "cli/call_args.h"
 #include "cli/device_fill.h"
 #include "cli/rank_inputs.h"
+#include "cuda/quantize.h"
 #include "mok/cuda.h"
 #include "problem/digest.h"
 
@@ -97,6 +98,8 @@ struct GpuTokens {  // of one problem
 struct GpuRank {
   std::vector<GpuTokens> tokens;
   std::vector<GpuMemory> weights;  // in the order of weight_slices
+  // mxfp8: gate, up and down as forward reads them, then as backward does.
+  std::array<GpuMemory, 6> rounded;
   // What forward keeps for backward.
   GpuMemory saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out;
   std::array<GpuMemory, kOuts> outputs;
@@ -105,6 +108,7 @@ struct GpuRank {
                   saved_shared_up.bytes() + saved_shared_out.bytes();
     for (const GpuMemory& m : outputs) sum += m.bytes();
     for (const GpuMemory& m : weights) sum += m.bytes();
+    for (const GpuMemory& m : rounded) sum += m.bytes();
     for (const GpuTokens& t : tokens) {
       sum += t.x.bytes() + t.d_y.bytes() + t.ids.bytes() + t.topk_weights.bytes();
     }
@@ -118,6 +122,7 @@ class CudaRun {
       : spec_(spec), sets_(sets), progress_(progress), calls_(spec.warm_up + spec.repeat) {
     cuda::Options options;
     options.workspace = spec.workspace;
+    options.precision = spec.precision;
     options.deadlines = spec.deadlines;
     options.comm_blocks = spec.comm_blocks;
     options.sm_reserve = spec.sm_reserve;
@@ -130,10 +135,14 @@ class CudaRun {
       progress_.show("inputs", r + 1, spec.ranks());
     }
     for (const auto& [gpu, lane] : lanes_) wait(*lane);
+    if (is_quantized(spec.precision)) {
+      for (int r = 0; r < spec.ranks(); ++r) round(r);
+    }
   }
 
   Outcome play() {
     Outcome out;
+    out.quantize_ms = round_ms_;
     for (int r = 0; r < spec_.ranks(); ++r) {
       out.outputs.emplace_back();
       for (int o = 0; spec_.compare_bits && o < kOuts; ++o) {
@@ -228,6 +237,34 @@ class CudaRun {
     ranks_.push_back(std::move(rank));
   }
 
+  // What products read of the routed weights, and the time that takes: of the slowest rank.
+  void round(int r) {
+    const int64_t h = spec_.shape.hidden, i = spec_.shape.intermediate;
+    const int64_t experts = spec_.experts_local();
+    GpuRank& rank = ranks_[r];
+    for (GpuMemory& m : rank.rounded) {
+      m = GpuMemory(spec_.gpus[r], experts * h * i * 2, "weights of mxfp8");
+    }
+    use_gpu(spec_.gpus[r]);
+    const Event begin, end;
+    const auto convert = [&] {
+      for (int w = 0; w < 3; ++w) {
+        const int64_t rows = w < 2 ? i : h, columns = w < 2 ? h : i;
+        cuda::round_weights(spec_.precision, {rank.weights[w].data(), rows * columns, columns},
+                            experts, rows, columns, rank.rounded[w].data(),
+                            spec_.backward ? rank.rounded[3 + w].data() : nullptr, lane(r).stream);
+      }
+    };
+    convert();  // what is timed is not the first
+    record(lane(r), begin);
+    convert();
+    record(lane(r), end);
+    wait(lane(r));
+    float ms = 0;
+    check_cuda(cudaEventElapsedTime(&ms, begin.handle, end.handle), "event");
+    round_ms_ = std::max<double>(round_ms_, ms);
+  }
+
   BackwardArgs backward_args(int r, int call) const {
     const LayerShape& s = spec_.shape;
     const GpuRank& rank = ranks_[r];
@@ -242,6 +279,13 @@ class CudaRun {
     a.weights.gate = {rank.weights[0].data(), i * h, h};
     a.weights.up = {rank.weights[1].data(), i * h, h};
     a.weights.down = {rank.weights[2].data(), h * i, i};
+    if (is_quantized(spec_.precision)) {
+      const auto stack = [&](int which, int64_t columns) {
+        return ConstStack{rank.rounded[which].data(), i * h, columns};
+      };
+      a.weights.rounded = {stack(0, h), stack(1, h), stack(2, i),
+                           stack(3, h), stack(4, h), stack(5, i)};
+    }
     a.weights.shared_gate_proj = {rank.weights[3].data(), h};
     a.weights.shared_up_proj = {rank.weights[4].data(), h};
     a.weights.shared_down_proj = {rank.weights[5].data(), shared};
@@ -358,6 +402,7 @@ class CudaRun {
   const Sets& sets_;
   Progress& progress_;
   const int calls_;
+  double round_ms_ = 0;
   std::map<int, std::unique_ptr<Lane>> lanes_;
   std::vector<GpuRank> ranks_;
   std::unique_ptr<cuda::Workspace> workspace_;  // goes first: it waits for its calls

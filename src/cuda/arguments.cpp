@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 namespace mok::cuda {
 
@@ -10,6 +11,11 @@ void require(bool holds, const std::string& message) {
 }
 
 void check_shape(const LayerShape& shape, int ranks, const Options& options) {
+  const bool runs = options.precision == Precision::bf16 || options.precision == Precision::mxfp8;
+  if (!runs) {
+    throw Error(ErrorCode::unsupported,
+                "precision: GPUs run bf16 and mxfp8; fp8, fp32 and fp64 run on the CPU only");
+  }
   require(ranks >= 1 && ranks <= kMaxRanks,
           "ranks must be 1.." + std::to_string(kMaxRanks) + ", not " + std::to_string(ranks));
   const auto size = [](const char* name, int64_t n, bool zero) {
@@ -110,6 +116,19 @@ class Checker {
   const Limits& limits_;
 };
 
+// What products read in mxfp8.
+void check_rounded(const Limits& l, const RoundedWeights& w, bool backward) {
+  const Checker check(l);
+  const LayerShape& s = l.shape;
+  const int64_t h = s.hidden, i = s.intermediate;
+  check.stack("weights.rounded.gate", w.gate, i, h);
+  check.stack("weights.rounded.up", w.up, i, h);
+  if (!backward) return check.stack("weights.rounded.down", w.down, h, i);
+  check.stack("weights.rounded.gate_backward", w.gate_backward, i, h);
+  check.stack("weights.rounded.up_backward", w.up_backward, i, h);
+  check.stack("weights.rounded.down_backward", w.down_backward, h, i);
+}
+
 // What both directions read.
 template <class Args>
 void check_inputs(const Limits& l, const Args& a) {
@@ -129,9 +148,13 @@ void check_inputs(const Limits& l, const Args& a) {
     check.pointer("topk_weights", a.topk_weights, 4);
   }
   const LayerWeights& w = a.weights;
-  check.stack("w_gate", w.gate, s.intermediate, s.hidden);
-  check.stack("w_up", w.up, s.intermediate, s.hidden);
-  check.stack("w_down", w.down, s.hidden, s.intermediate);
+  if (is_quantized(l.precision)) {
+    check_rounded(l, w.rounded, std::is_same_v<Args, BackwardArgs>);
+  } else {
+    check.stack("w_gate", w.gate, s.intermediate, s.hidden);
+    check.stack("w_up", w.up, s.intermediate, s.hidden);
+    check.stack("w_down", w.down, s.hidden, s.intermediate);
+  }
   if (s.shared_intermediate > 0) {
     check.matrix("shared_gate_proj", w.shared_gate_proj, s.hidden);
     check.matrix("shared_up_proj", w.shared_up_proj, s.hidden);

@@ -14,6 +14,7 @@ void check_shape(const LayerShape& shape, int ranks, const Options& options);
 // Where the checks of one call read what they need.
 struct Limits {
   const LayerShape& shape;
+  Precision precision;
   int rank, ranks;
   int64_t max_tokens;
 };

@@ -253,7 +253,8 @@ static_assert(kTileInterGrad == plan::kTileDHidden && kTileM == plan::kGradRows 
 struct Backward {
   using Shared = BackwardShared;
   static constexpr bool kBackward = true;
-  using Tensors = BackwardTensors;
+  template <int kRanks>
+  using Tensors = BackwardTensors<kRanks>;
   using Hooks = BackwardHooks;
 };
 

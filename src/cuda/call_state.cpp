@@ -15,7 +15,8 @@ uint64_t tag_of(const plan::Geometry& g, const LayerShape& shape) {
   for (const uint64_t value :
        {uint64_t(g.ranks), uint64_t(g.experts), uint64_t(g.topk), uint64_t(g.hidden),
         uint64_t(g.intermediate), uint64_t(g.shared_intermediate), uint64_t(g.shared_gate),
-        uint64_t(g.max_tokens), uint64_t(std::bit_cast<uint32_t>(shape.swiglu_limit))}) {
+        uint64_t(g.max_tokens), uint64_t(g.block),
+        uint64_t(std::bit_cast<uint32_t>(shape.swiglu_limit))}) {
     hash = (hash ^ value) * 0x100000001b3;
     hash ^= hash >> 32;
   }

@@ -6,6 +6,11 @@
 // buffer, waits for it and stores its copies. (One warp's instructions take so long that moving
 // pieces one after the other was three times slower.)
 //
+// Quantised rows were staged before the kernel, own ones too (workspace.cpp). Their pieces come as
+// codes and scales, and the whole warp turns one after the other into the bf16 that leaves:
+//
+//   buffer, 4 KB   | (scales in `scales`)  codes, 2 KB |  ->  | bf16, 4 KB |
+//
 // Backward moves rows of d_y and of x, d_y first: d_hidden needs it, x is for weight gradients and
 // for rows that are recomputed. A row is fetched when both have landed.
 //
@@ -15,6 +20,7 @@
 // anything.
 #pragma once
 
+#include "cuda/mx.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/tile_types.cuh"
 #include "cuda/wait.cuh"
@@ -22,7 +28,11 @@
 namespace mok::cuda {
 
 inline constexpr int kPieceBytes = 4096;
-inline constexpr int kPieces = 6;        // in a round
+inline constexpr int kPieceElements = kPieceBytes / 2;
+inline constexpr int kPieceScales = kPieceElements / numerics::kMxBlock;  // bytes
+// In a round. Forward's tall tiles take the rest of shared memory.
+template <bool kBackward>
+inline constexpr int kPieces = kBackward ? 6 : 4;
 inline constexpr int kRowSets = 3;       // landing, moving, looked up
 inline constexpr int kMostEntries = 12;  // rows that a task moves at once
 inline constexpr int kMostCopies = 256;  // of all its rows
@@ -31,8 +41,11 @@ static_assert(kMostCopies >= kMaxTopk);
 
 enum Operand : int8_t { kOperandX, kOperandDY };
 
+template <bool kBackward>
 struct CommShared {
+  static constexpr int kPieces = cuda::kPieces<kBackward>;
   alignas(128) uint8_t buffer[kPieces][kPieceBytes];
+  alignas(16) uint8_t scales[kPieces][kPieceScales];
   struct Rows {                        // of one task
     uint64_t source[2][kMostEntries];  // address of the token's row, by Operand
     int32_t slot[kMostEntries];        // its first slot; -1: own token, one row
@@ -49,7 +62,7 @@ template <bool kBackward = false>
 class CommunicationWarp {
  public:
   __device__ CommunicationWarp(const RankState& rank, const plan::Plan& p, const Waiter& waiter,
-                               CommShared& shared)
+                               CommShared<kBackward>& shared)
       : rank_(rank), plan_(p), wait_(waiter), shared_(shared), lane_(threadIdx.x % kWarp) {
     if constexpr (kBackward) fetches_x_ = plan::needs_x(p);
   }
@@ -80,6 +93,9 @@ class CommunicationWarp {
   }
 
  private:
+  using Rows = typename CommShared<kBackward>::Rows;
+  static constexpr int kPieces = cuda::kPieces<kBackward>;
+
   // Draws the next ticket and looks up what it moves, into rows[next_rows_]: a memory latency each
   // step, waited for in the step after it.
   __device__ void look_up_step() {
@@ -123,21 +139,22 @@ class CommunicationWarp {
   }
   __device__ bool is_entry() const { return static_cast<int>(lane_) < next_.end - next_.begin; }
 
-  __device__ void set_rows(CommShared::Rows& rows) {
+  __device__ void set_rows(Rows& rows) {
     const plan::Geometry& g = plan_.g;
     if (is_entry()) {
       const int src = g.slot_rank(slot_);
       const int token = g.slot_token(slot_);
       const bool own = src == g.rank;
-      const auto staged = [&](plan::Buffer b) {
-        return rank_.at<__nv_bfloat16>(b, src) + int64_t{token} * g.hidden;
+      const auto source = [&](plan::Buffer staged, const __nv_bfloat16* row) {
+        return own && !quantized() ? reinterpret_cast<uint64_t>(row)
+                                   : reinterpret_cast<uint64_t>(rank_.at<uint8_t>(staged, src) +
+                                                                token * g.wire_row_bytes(2));
       };
-      const __nv_bfloat16* from =
-          own ? rank_.x + token * rank_.x_stride : staged(plan::Buffer::staged_x);
-      rows.source[kOperandX][lane_] = reinterpret_cast<uint64_t>(from);
+      rows.source[kOperandX][lane_] =
+          source(plan::Buffer::staged_x, rank_.x + token * rank_.x_stride);
       if constexpr (kBackward) {
-        from = own ? rank_.d_y + token * rank_.d_y_stride : staged(plan::Buffer::staged_d_y);
-        rows.source[kOperandDY][lane_] = reinterpret_cast<uint64_t>(from);
+        rows.source[kOperandDY][lane_] =
+            source(plan::Buffer::staged_d_y, rank_.d_y + token * rank_.d_y_stride);
       }
       rows.slot[lane_] = own ? -1 : g.slot(src, token, 0);
       if (own) rows.stored[lane_ * g.topk] = row_;
@@ -179,44 +196,56 @@ class CommunicationWarp {
     return plan::is_symmetric(b) ? rank_.at<uint8_t>(b, plan_.g.rank) : rank_.at<uint8_t>(b);
   }
 
-  // Moves the entries of a task: source -> every stored row of `x` (and of `d_y`), which are rings
-  // of `base_rows` rows. Entry e has stored[e * most_copies ...].
-  __device__ void move(const CommShared::Rows& rows, int entries, int most_copies, plan::Buffer x,
-                       plan::Buffer d_y, bool with_x, int32_t base_rows) {
-    uint8_t* const base_x = base_of(x);
-    uint8_t* const base_d_y = kBackward ? base_of(d_y) : nullptr;
+  __device__ bool quantized() const { return plan_.g.block > 0; }
+
+  // What a lane has to do with a task's piece number `i`.
+  struct Piece {
+    int entry;
+    bool is_x;
+    int32_t offset, bytes;  // in the row of bf16
+  };
+  __device__ Piece piece(int i, int entries) const {
     const int32_t row_bytes = plan_.g.hidden * 2;
     const int row_pieces = plan::ceil_div(row_bytes, kPieceBytes);
-    const int pieces = (kBackward && with_x ? 2 : 1) * entries * row_pieces;
+    const int number = i / row_pieces;  // rows of d_y, then rows of x
+    const bool is_x = !kBackward || number >= entries;
+    const int32_t offset = (i - number * row_pieces) * kPieceBytes;
+    return {kBackward && is_x ? number - entries : number, is_x, offset,
+            min(row_bytes - offset, kPieceBytes)};
+  }
+
+  // Moves the entries of a task: source -> every stored row of `x` (and of `d_y`), which are rings
+  // of `base_rows` rows. Entry e has stored[e * most_copies ...].
+  template <bool kQuantized>
+  __device__ void move(const Rows& rows, int entries, int most_copies, plan::Buffer x,
+                       plan::Buffer d_y, bool with_x, int32_t base_rows) {
+    const int32_t row_bytes = plan_.g.hidden * 2;
+    const int pieces =
+        (kBackward && with_x ? 2 : 1) * entries * plan::ceil_div(row_bytes, kPieceBytes);
     for (int first = 0; first < pieces; first += kPieces) {
-      const int i = first + static_cast<int>(lane_);
-      const bool mine = static_cast<int>(lane_) < kPieces && i < pieces;
-      const int number = i / row_pieces;  // rows of d_y, then rows of x
-      const bool is_x = !kBackward || number >= entries;
-      const int entry = kBackward && is_x ? number - entries : number;
-      const int32_t offset = (i - number * row_pieces) * kPieceBytes;
-      const int32_t bytes = min(row_bytes - offset, kPieceBytes);
+      const bool mine = static_cast<int>(lane_) < min(pieces - first, kPieces);
+      Piece p = piece(first + static_cast<int>(lane_), entries);
       if (mine) {
         ptx::wait_stores_read<0>();  // the buffer's last piece has left it
-        ptx::Mbarrier& full = shared_.full[lane_];
-        full.arrive_expect(bytes);
-        const uint64_t source = rows.source[is_x ? kOperandX : kOperandDY][entry];
-        ptx::load_bulk(shared_.buffer[lane_], reinterpret_cast<const uint8_t*>(source) + offset,
-                       bytes, &full);
+        load<kQuantized>(rows, p);
       }
       __syncwarp();
       look_up_step();
+      if constexpr (kQuantized) {
+        expand(p.bytes, min(pieces - first, kPieces));
+        p = piece(fresh(first) + static_cast<int>(lane_), entries);  // not kept: registers are few
+      }
       if (mine) {
         while (!shared_.full[lane_].try_wait(phase_)) {
         }
         phase_ ^= 1;
-        uint8_t* const base = (is_x ? base_x : base_d_y) + offset;
-        const int copies = rows.slot[entry] < 0 ? 1 : most_copies;
+        uint8_t* const base = base_of(kBackward && !p.is_x ? d_y : x) + p.offset;
+        const int copies = rows.slot[p.entry] < 0 ? 1 : most_copies;
         for (int k = 0; k < copies; ++k) {
-          const int32_t row = rows.stored[entry * most_copies + k];
+          const int32_t row = rows.stored[p.entry * most_copies + k];
           if (row < 0) continue;
           ptx::store_bulk(base + int64_t{row % base_rows} * row_bytes, shared_.buffer[lane_],
-                          bytes);
+                          p.bytes);
         }
       }
       ptx::commit_stores();
@@ -226,6 +255,61 @@ class CommunicationWarp {
       }
       __syncwarp();
     }
+  }
+
+  // Asks for a piece, into the lane's buffer.
+  template <bool kQuantized>
+  __device__ void load(const Rows& rows, const Piece& p) {
+    ptx::Mbarrier& full = shared_.full[lane_];
+    const auto* row =
+        reinterpret_cast<const uint8_t*>(rows.source[p.is_x ? kOperandX : kOperandDY][p.entry]);
+    if constexpr (kQuantized) {
+      const int32_t codes = p.bytes / 2;
+      const int32_t scales = plan::ceil_div(codes / numerics::kMxBlock, 16) * 16;  // with padding
+      full.arrive_expect(codes + scales);
+      ptx::load_bulk(codes_of(lane_), row + p.offset / 2, codes, &full);
+      ptx::load_bulk(shared_.scales[lane_],
+                     row + plan_.g.wire_scales_at() + p.offset / (2 * numerics::kMxBlock), scales,
+                     &full);
+    } else {
+      full.arrive_expect(p.bytes);
+      ptx::load_bulk(shared_.buffer[lane_], row + p.offset, p.bytes, &full);
+    }
+  }
+  __device__ uint8_t* codes_of(int piece) const {
+    return shared_.buffer[piece] + kPieceBytes - kPieceElements;
+  }
+
+  // Whole warp. Codes -> bf16, in the buffers of the first `pieces` lanes; `bytes`: of the lane's
+  // piece. Front to back, 256 codes a step: every lane has read a step's codes before any writes
+  // what they become, which ends before the next step's codes begin.
+  __device__ void expand(int32_t bytes, int pieces) {
+    constexpr int kOwn = 8;  // codes of a lane; they have one scale
+#pragma unroll 1
+    for (int piece = 0; piece < pieces; ++piece) {
+      const uint32_t phase = __shfl_sync(~0u, phase_, piece);
+      const int elements = __shfl_sync(~0u, bytes, piece) / 2;
+      while (!shared_.full[piece].try_wait(phase)) {
+      }
+#pragma unroll 1
+      for (int first = 0; first < elements; first += kWarp * kOwn) {
+        const int at = first + static_cast<int>(lane_) * kOwn;
+        const bool here = at < elements;
+        uint2 codes{};
+        float scale = 0;
+        if (here) {
+          codes = *reinterpret_cast<const uint2*>(codes_of(piece) + at);
+          scale = mx_scale_of(shared_.scales[piece][at / numerics::kMxBlock]);
+        }
+        __syncwarp();
+        if (here) {
+          *reinterpret_cast<uint4*>(shared_.buffer[piece] + at * 2) =
+              mx_dequantize_eight(codes.x, codes.y, scale);
+        }
+      }
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
   }
 
   // Counts in the task whose stores may not have landed when it was left.
@@ -246,7 +330,7 @@ class CommunicationWarp {
       }
     } else {
       ptx::fence_gpu();
-      const CommShared::Rows& rows = shared_.rows[pending_];
+      const Rows& rows = shared_.rows[pending_];
       for (int i = lane_; i < pending_entries_ * plan_.g.topk; i += kWarp) {
         if (rows.slot[i / plan_.g.topk] < 0 && i % plan_.g.topk > 0) continue;
         const int32_t row = rows.stored[i];
@@ -265,9 +349,10 @@ class CommunicationWarp {
   }
 
   __device__ void stage(const plan::Task& task, int which) {
-    CommShared::Rows& rows = shared_.rows[which];
+    Rows& rows = shared_.rows[which];
     finish_pending();
-    for (int first = task.begin; first < task.end; first += kMostEntries) {
+    const int begin = quantized() ? task.end : task.begin;  // quantised rows are there already
+    for (int first = begin; first < task.end; first += kMostEntries) {
       const int entries = min(task.end - first, kMostEntries);
       if (static_cast<int>(lane_) < entries) {
         const int token = first + lane_;
@@ -282,23 +367,29 @@ class CommunicationWarp {
       }
       __syncwarp();
       // x always: whether a peer needs it depends on the peer's rows.
-      move(rows, entries, 1, plan::Buffer::staged_x, plan::Buffer::staged_d_y, true,
-           plan_.g.max_tokens);
+      move<false>(rows, entries, 1, plan::Buffer::staged_x, plan::Buffer::staged_d_y, true,
+                  plan_.g.max_tokens);
     }
     leave_pending(plan::TaskKind::stage, which, 0);
   }
 
   __device__ void fetch(const plan::Task& task, int which) {
     const int entries = task.end - task.begin;
-    move(shared_.rows[which], entries, plan_.g.topk, plan::Buffer::ring_x, plan::Buffer::ring_d_y,
-         fetches_x_, plan_.g.ring_tiles * plan::kTileRows);
+    const int32_t ring_rows = plan_.g.ring_tiles * plan::kTileRows;
+    if (quantized()) {
+      move<true>(shared_.rows[which], entries, plan_.g.topk, plan::Buffer::ring_x,
+                 plan::Buffer::ring_d_y, fetches_x_, ring_rows);
+    } else {
+      move<false>(shared_.rows[which], entries, plan_.g.topk, plan::Buffer::ring_x,
+                  plan::Buffer::ring_d_y, fetches_x_, ring_rows);
+    }
     leave_pending(plan::TaskKind::fetch, which, entries);
   }
 
   const RankState& rank_;
   const plan::Plan& plan_;
   const Waiter& wait_;
-  CommShared& shared_;
+  CommShared<kBackward>& shared_;
   const uint32_t lane_;
   bool fetches_x_ = true;
   uint32_t phase_ = 0;  // of the lane's buffer

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/epilogue.cuh"
+#include "cuda/mx.cuh"
 #include "cuda/swiglu.cuh"
 
 namespace mok::cuda {
@@ -16,7 +17,7 @@ template <class Products>
 class DHiddenEpilogue : public Epilogue<Products> {
   using Base = Epilogue<Products>;
   using Base::flags_, Base::products_, Base::product, Base::transpose, Base::row_of;
-  using Base::kRow, Base::kKeptRow, Base::kLane;
+  using Base::kRow, Base::kKeptRow, Base::kLane, Base::kMx;
 
  public:
   static constexpr int kPairs = 6;
@@ -54,10 +55,11 @@ class DHiddenEpilogue : public Epilogue<Products> {
     const int groups = static_cast<int>(fresh(flags_) & kGroupsMask);  // an even number
     const int half = pair / kHalfPairs;
     if (pair % kHalfPairs * 2 < groups) {
-      if (products_.swiglu_limit == INFINITY) {
-        make_chunk<kChunk, false>(half);
+      const bool limited = products_.swiglu_limit != INFINITY;
+      if (fresh(flags_) & kMx) {
+        limited ? make_chunk<kChunk, true, true>(half) : make_chunk<kChunk, false, true>(half);
       } else {
-        make_chunk<kChunk, true>(half);
+        limited ? make_chunk<kChunk, true, false>(half) : make_chunk<kChunk, false, false>(half);
       }
       // The last chunk of these rows: the sums become the tile's part of the router gradient.
       if (kChunk == 1 && pair % kHalfPairs * 2 + 2 == groups) store_dot(task, half);
@@ -118,7 +120,8 @@ class DHiddenEpilogue : public Epilogue<Products> {
     ptx::load_global_16(next + 4, reinterpret_cast<const uint8_t*>(product().d_hidden.up) + at);
   }
 
-  template <int kChunk, bool kLimited>
+  // kMxBlocks: a chunk is an MX block of each of h, d_gate and d_up.
+  template <int kChunk, bool kLimited, bool kMxBlocks>
   __device__ __forceinline__ void make_chunk(int half) {
     uint32_t m[4];
 #pragma unroll
@@ -131,10 +134,21 @@ class DHiddenEpilogue : public Epilogue<Products> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const SwigluGrads out = swiglu_grad_pair<kLimited>(inputs[i], inputs[4 + i], d[i], weight_,
-                                                         products_.swiglu_limit, &dot_);
-      d_gate[i] = valid ? out.d_gate : 0;
-      d_up[i] = valid ? out.d_up : 0;
-      hidden[i] = valid ? out.weighted_hidden : 0;
+                                                         products_.swiglu_limit);
+      d_gate[i] = out.d_gate;
+      d_up[i] = out.d_up;
+      hidden[i] = out.hidden;
+      if constexpr (!kMxBlocks) hidden[i] = weigh(hidden[i], d[i]);
+    }
+    if constexpr (kMxBlocks) {
+      mx_round_blocks(d_gate, d_up, hidden);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) hidden[i] = weigh(hidden[i], d[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (valid) continue;
+      d_gate[i] = d_up[i] = hidden[i] = 0;
     }
     if (fresh(flags_) & kKeptRow << half) {
       const uint64_t at = place<kChunk>(out_);
@@ -145,6 +159,13 @@ class DHiddenEpilogue : public Epilogue<Products> {
       store(product().d_hidden.d_up, d_up);
       store(product().d_hidden.hidden, hidden);
     }
+  }
+
+  // A pair of h: into the sum with d_h, then times the router weight.
+  __device__ __forceinline__ uint32_t weigh(uint32_t h, uint32_t d_h) {
+    dot_ = fmaf(low_float(d_h), low_float(h), dot_);
+    dot_ = fmaf(high_float(d_h), high_float(h), dot_);
+    return ptx::pack_bf16(weight_ * low_float(h), weight_ * high_float(h));
   }
 
   __device__ __forceinline__ void store_dot(const TileTask& task, int half) {

@@ -3,14 +3,15 @@
 // (one rounding), which the slots store:
 //
 //   gate_up_epilogue.cuh   gate_up, down
-//   row_epilogue.cuh       d_input, weight_grad
+//   row_epilogue.cuh       d_input
+//   gradient_epilogue.cuh  weight_grad
 //   d_hidden_epilogue.cuh  d_hidden
 //
 // The four lanes that share a row exchange words until each has 16 contiguous bytes. Shuffles, not
-// staging: two warpgroups' operands and the tensor loads fill the bandwidth of shared memory.
-// Hardly any wgmma is queued while a warpgroup is in a slot (their issue blocks), so slots are
-// short and find their addresses ready. They use nothing outside their warp: warps need not agree
-// on when they run.
+// staging (but for weight gradients): two warpgroups' operands and the tensor loads fill the
+// bandwidth of shared memory. Hardly any wgmma is queued while a warpgroup is in a slot (their
+// issue blocks), so slots are short and find their addresses ready. They use nothing outside their
+// warp: warps need not agree on when they run.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -46,7 +47,7 @@ class Epilogue {
 
  protected:
   static constexpr uint32_t kPart0 = 1, kPart1 = 1 << 2, kHidden = 1 << 4;  // << column group
-  static constexpr uint32_t kInFp32 = 1 << 6;
+  static constexpr uint32_t kMx = 1 << 7;
   static constexpr uint32_t kRow = 1 << 8, kKeptRow = 1 << 12;  // << row half
   static constexpr uint32_t kLane = 1 << 14;                    // lane % 4, two bits
   static constexpr int kKindShift = 16, kProductShift = 24;
@@ -67,6 +68,7 @@ class Epilogue {
     const int row = row_of(0);
     flags_ = static_cast<uint32_t>(task.product) << kProductShift |
              static_cast<uint32_t>(task.kind) << kKindShift | fresh_thread() % 4 * kLane;
+    if (products_.product[task.product].mx) flags_ |= kMx;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (row + 8 * half < task.rows) flags_ |= kRow << half;

@@ -11,6 +11,7 @@
 //
 //   shared memory                     written by   full             read by     empty
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
+//     tall.a[4] 2 KB (forward)        with them
 //     task[4], shape[4]               schedule     task_full        all         task_empty: publish
 //   task_done: 8 consumer warps -> publish       draw: load -> schedule (draw the next ticket now)
 //   task_loading: load -> consumers (the task's inputs are there)
@@ -23,6 +24,7 @@
 #pragma once
 
 #include "cuda/d_hidden_epilogue.cuh"
+#include "cuda/gradient_epilogue.cuh"
 #include "cuda/gate_up_epilogue.cuh"
 #include "cuda/pipeline.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -107,8 +109,10 @@ __device__ __forceinline__ void land_loads(TileShared& shared, const RingCursor<
 template <class Products, class Hooks>
 class TileLoader {
  public:
-  __device__ __forceinline__ TileLoader(TileShared& shared, const Products& products, Hooks& hooks)
-      : shared_(shared), products_(products), hooks_(hooks) {}
+  // `tall`: forward only.
+  __device__ __forceinline__ TileLoader(TileShared& shared, TallShared* tall,
+                                        const Products& products, Hooks& hooks)
+      : shared_(shared), tall_(tall), products_(products), hooks_(hooks) {}
 
   template <bool kBackward>
   __device__ __forceinline__ void run() {
@@ -124,7 +128,11 @@ class TileLoader {
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
       const bool both_halves = task.rows > kHalfM;
-      if (task.kind == TaskKind::gate_up) {
+      if (!kBackward && task.rows > kTileM) {
+        go = task.kind == TaskKind::gate_up
+                 ? load_gate_up<2, true>(task, product, both_halves)
+                 : load<false, false, true>(task, product, 0, task.steps, both_halves);
+      } else if (task.kind == TaskKind::gate_up) {
         go = task.shape_of().narrow() ? load_gate_up<1>(task, product, both_halves)
                                       : load_gate_up<2>(task, product, both_halves);
       } else if (!kBackward || task.kind == TaskKind::down) {
@@ -151,15 +159,26 @@ class TileLoader {
     return true;
   }
 
+  // The rows of A beyond 128.
+  template <bool kTall>
+  __device__ __forceinline__ void load_tall(const Product& product, ptx::Mbarrier* full, int k,
+                                            int row) {
+    if constexpr (kTall) {
+      ptx::load_tensor(tall_->a[stage_.slot()], &products_.short_map[product.a_short], full, k,
+                       row + kTileM, 0);
+    }
+  }
+
   // kSide boxes of gate and as many of up, right behind them.
-  template <int kSide>
+  template <int kSide, bool kTall = false>
   __device__ __forceinline__ bool load_gate_up(const TileTask& task, const Product& product,
                                                bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[0]];
     const CUtensorMap* gate = &products_.map[product.b[0]];
     const CUtensorMap* up = &products_.map[product.b[1]];
     const int steps = task.steps, row = task.row0, column = task.col0, expert = task.expert;
-    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB;
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB +
+                           (kTall ? kTallBytes : 0);
     for (int k = 0; k < steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -167,6 +186,7 @@ class TileLoader {
       uint8_t* b = shared_.b[stage_.slot()];
       ptx::load_tensor(a, a_map, full, k, row, 0);
       if (both_halves) ptx::load_tensor(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
+      load_tall<kTall>(product, full, k, row);
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
         ptx::load_tensor(b + i * kGroupBytesB, gate, full, k, column + i * kGroupN, expert);
@@ -181,7 +201,7 @@ class TileLoader {
   }
 
   // `part`: which of the product's operands, for d_input.
-  template <bool kTransposedA, bool kTransposedB>
+  template <bool kTransposedA, bool kTransposedB, bool kTall = false>
   __device__ __forceinline__ bool load(const TileTask& task, const Product& product, int part,
                                        int steps, bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[part]];
@@ -189,15 +209,18 @@ class TileLoader {
     const int row = task.row0, column = task.col0, boxes = task.cols / kGroupN;
     // A weight gradient's contraction runs over rows of the ring.
     const int expert = kTransposedA ? 0 : task.expert;
+    const int slice = kTransposedA ? product.a_slice : part;
     const int k0 = kTransposedA ? task.save_row0 : 0;
-    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB;
+    const uint32_t bytes =
+        (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB + (kTall ? kTallBytes : 0);
     for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
       uint8_t* a = shared_.a[stage_.slot()];
       uint8_t* b = shared_.b[stage_.slot()];
-      load_box<kTransposedA>(a, a_map, full, k, row, 0);
-      if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
+      load_box<kTransposedA>(a, a_map, full, k, row, slice);
+      if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, slice);
+      load_tall<kTall>(product, full, k, row);
 #pragma unroll
       for (int i = 0; i < kTileN / kGroupN; ++i) {
         if (i < boxes) {
@@ -216,7 +239,10 @@ class TileLoader {
     ptx::load_tensor(to, map, full, kTransposed ? row : k, kTransposed ? k : row, expert);
   }
 
+  static constexpr uint32_t kTallBytes = kTallRows * kTileK * 2;
+
   TileShared& shared_;
+  TallShared* const tall_;
   const Products& products_;
   Hooks& hooks_;
   RingCursor<kStages> stage_;
@@ -242,18 +268,22 @@ __device__ __forceinline__ void publish_tiles(TileShared& shared, Hooks& hooks) 
 template <bool kBackward, class Products>
 class TileConsumer {
  public:
-  __device__ __forceinline__ TileConsumer(TileShared& shared, const Products& products,
-                                          uint32_t group)
-      : shared_(shared), products_(products), group_(group) {}
+  __device__ __forceinline__ TileConsumer(TileShared& shared, TallShared* tall,
+                                          const Products& products, uint32_t group)
+      : shared_(shared), tall_(tall), products_(products), group_(group) {}
 
   __device__ __forceinline__ void run() {
-    while (wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) {
+    while (wait_for_task()) {
       const TaskKind kind = next_shape().kind();
       if (kind == TaskKind::stop) return;
-      if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
+      if (is_tall(next_shape())) {
+        run_tall();
+      } else if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
         run_tiles<GateUpEpilogue<Products>>();
       } else if (kind == TaskKind::d_hidden) {
         run_tiles<DHiddenEpilogue<Products>>();
+      } else if (kind == TaskKind::weight_grad) {
+        run_tiles<GradientEpilogue<Products>>();
       } else {
         run_tiles<RowEpilogue<Products>>();
       }
@@ -261,6 +291,8 @@ class TileConsumer {
   }
 
  private:
+  // Named barriers: the first warpgroup's, both warpgroups'.
+  static constexpr uint32_t kFirstGroup = 2, kBothGroups = 3;
   // About the time of one slot; a longer look would only delay the flush.
   static constexpr int kLooks = 16;
 
@@ -279,7 +311,7 @@ class TileConsumer {
   // Until a task comes that the epilogue does not take.
   template <class Epilogue>
   __device__ __forceinline__ void run_tiles() {
-    constexpr bool kRows = std::is_same_v<Epilogue, RowEpilogue<Products>>;
+    constexpr bool kGradient = std::is_same_v<Epilogue, GradientEpilogue<Products>>;
     Epilogue tile(products_);  // what is pending is of the task before at_'s
     Next next = Next::known;
     while (true) {
@@ -290,12 +322,9 @@ class TileConsumer {
           finish_pending(tile);
         }
       }
-      if (next == Next::unknown &&
-          !wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) {
-        return;
-      }
+      if (next == Next::unknown && !wait_for_task()) return;
       const TileTask::Shape shape = next_shape();
-      if (!Epilogue::takes(shape.kind())) return;
+      if (!Epilogue::takes(shape.kind()) || is_tall(shape)) return;
 
       const TileTask& task = shared_.task[at_.low()];
       if (is_idle(shape)) {
@@ -305,7 +334,7 @@ class TileConsumer {
         next = look_ahead<1, Epilogue>();
         continue;
       }
-      if (kRows && shape.steps() == 0) {
+      if (kGradient && shape.steps() == 0) {
         GradientStore(products_.product[task.product], task).store_nothing();
         finish(at_.low());
         at_.advance_low();
@@ -313,7 +342,7 @@ class TileConsumer {
         continue;
       }
       float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
-      if (kRows && shape.carried_in()) {
+      if (kGradient && shape.carried_in()) {
         GradientStore(products_.product[task.product], task).carry_in(acc);
         ptx::wgmma_settle<kTileN>(acc);
         multiply_flat<TaskKind::weight_grad, kTileN>(acc, shape.steps(), true);
@@ -325,17 +354,82 @@ class TileConsumer {
       tile.prepare(task);
       next = look_ahead<1, Epilogue>();
       ptx::wgmma_wait<0>();
-      release(at_.high_before(1));
-      ptx::wgmma_settle<std::is_same_v<Epilogue, DHiddenEpilogue<Products>> ? kTileInterGrad
-                                                                            : kTileN>(acc);
-      if constexpr (kRows) {
-        if (tile.in_fp32()) {
-          GradientStore(products_.product[task.product], task).store(acc);
-          finish_pending(tile);
-        }
+      if constexpr (kGradient) {
+        end_gradient(tile, acc, task, shape);
+      } else {
+        release(at_.high_before(1));
+        ptx::wgmma_settle<std::is_same_v<Epilogue, DHiddenEpilogue<Products>> ? kTileInterGrad
+                                                                              : kTileN>(acc);
+        tile.pack(acc, shape);
       }
-      tile.pack(acc, shape);
     }
+  }
+
+  static __device__ __forceinline__ bool is_tall(TileTask::Shape shape) {
+    return !kBackward && shape.tall();
+  }
+
+  // A tall tile: its first 128 rows as ever, and the others times 64 columns of gate and of up (of
+  // either half of down's) in each warpgroup. Registers are full, so all is stored at its end.
+  __device__ __forceinline__ void run_tall() {
+    const int steps = next_shape().steps();
+    float acc[kTileN / 2], low[kGroupN / 2], high[kGroupN / 2];
+    issue_tall_step(acc, low, high, false);
+    for (int step = 1; step < steps; ++step) {
+      issue_tall_step(acc, low, high, true);
+      retire_step();
+    }
+    ptx::wgmma_wait<0>();
+    release(at_.high_before(1));
+    ptx::wgmma_settle<kTileN>(acc);
+    ptx::wgmma_settle<kGroupN>(low);
+    ptx::wgmma_settle<kGroupN>(high);
+    uint32_t pairs[2][kGroupN / 4];
+#pragma unroll
+    for (int i = 0; i < kGroupN / 4; ++i) {
+      pairs[0][i] = ptx::pack_bf16(low[2 * i], low[2 * i + 1]);
+      pairs[1][i] = ptx::pack_bf16(high[2 * i], high[2 * i + 1]);
+    }
+    GateUpEpilogue<Products> tile(products_);
+    const TileTask& task = shared_.task[at_.low()];
+    tile.prepare(task);
+    if (fresh_thread() % kWarpgroup < kWarp) tile.store_extra(task, group_, pairs);
+    tile.pack(acc, next_shape());
+    at_.advance_low();
+    store_pending(tile);
+    finish_pending(tile);
+  }
+
+  // All products of a weight gradient's tile are done.
+  __device__ __forceinline__ void end_gradient(GradientEpilogue<Products>& tile,
+                                               float (&acc)[kTileN / 2], const TileTask& task,
+                                               TileTask::Shape shape) {
+    const uint32_t last = at_.high_before(1);
+    ptx::wgmma_settle<kTileN>(acc);
+    if (tile.leaves_accumulators()) {
+      release(last);
+      GradientStore(products_.product[task.product], task).store(acc);
+      finish(at_.low_before(1));
+      tile.clear();
+    } else {
+      tile.pack(acc, shape);
+      tile.hold(last);
+      if (shape.low_half_only()) {
+        ptx::named_barrier_sync(kFirstGroup, kWarpgroup);
+      } else {
+        ptx::named_barrier_sync(kBothGroups, kConsumerGroups * kWarpgroup);
+      }
+      run_slot<0>(tile);
+    }
+  }
+
+  // False after an abort: there is no next task. One may just have been handed out when the flag
+  // was raised, and a tile must be taken by all warps or by none.
+  __device__ __forceinline__ bool wait_for_task() const {
+    if (wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) return true;
+    constexpr unsigned kHandingOut = 50'000;  // nanoseconds
+    __nanosleep(kHandingOut);
+    return shared_.task_full[at_.low()].test(at_.low_phase());
   }
 
   // Uniform over the warp, which the compiler must know of whatever steers wgmma.
@@ -375,15 +469,31 @@ class TileConsumer {
   }
   template <class Epilogue>
   __device__ __forceinline__ void finish_pending(Epilogue& tile) {
+    if constexpr (std::is_same_v<Epilogue, GradientEpilogue<Products>>) {
+      tile.wait_until_read();
+      release(tile.held());
+    }
     finish(at_.low_before(1));
     tile.clear();
+  }
+  template <int kSlot, class Epilogue>
+  __device__ __forceinline__ void run_slot(Epilogue& tile) {
+    if constexpr (std::is_same_v<Epilogue, GradientEpilogue<Products>>) {
+      tile.template run_slot<kSlot>(pending_task(),
+                                    shared_.b[tile.held()] + group_ * tile.kStagingBytes);
+    } else {
+      tile.template run_slot<kSlot>(pending_task());
+    }
   }
   template <int kSlot = 0, class Epilogue>
   __device__ __forceinline__ void store_pending(Epilogue& tile) {
     if constexpr (kSlot < Epilogue::kSlots) {
-      tile.template run_slot<kSlot>(pending_task());
+      run_slot<kSlot>(tile);
       store_pending<kSlot + 1>(tile);
     }
+  }
+  __device__ __forceinline__ void store_pending(GradientEpilogue<Products>& tile) {
+    store_pending<1>(tile);  // slot 0 ran at the tile's end
   }
   __device__ __forceinline__ void store_pending(DHiddenEpilogue<Products>& tile) {
 #pragma unroll 1
@@ -418,6 +528,26 @@ class TileConsumer {
     ptx::wgmma_commit();
     at_.advance_high();
   }
+  __device__ __forceinline__ void issue_tall_step(float (&acc)[kTileN / 2], float (&low)[kGroupN / 2],
+                                                  float (&high)[kGroupN / 2], bool add) {
+    wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
+    ptx::wgmma_fence();
+    const ptx::Operand<false> a(ptx::shared_address(shared_.a[at_.high()]) + group_ * kHalfBytesA);
+    const ptx::Operand<false> b(ptx::shared_address(shared_.b[at_.high()]));
+    const ptx::Operand<false> more(ptx::shared_address(tall_->a[at_.high()]));
+    const ptx::Operand<false> b_low(ptx::shared_address(shared_.b[at_.high()]) +
+                                    group_ * kGroupBytesB);
+    const ptx::Operand<false> b_high(ptx::shared_address(shared_.b[at_.high()]) +
+                                     (2 + group_) * kGroupBytesB);
+#pragma unroll
+    for (int k = 0; k < kTileK; k += 16) {
+      ptx::wgmma<kTileN, false, false>(acc, a.at(k), b.at(k), k > 0 || add);
+      ptx::wgmma<kGroupN, false, false>(low, more.at(k), b_low.at(k), k > 0 || add);
+      ptx::wgmma<kGroupN, false, false>(high, more.at(k), b_high.at(k), k > 0 || add);
+    }
+    ptx::wgmma_commit();
+    at_.advance_high();
+  }
   // All steps but the newest are done; frees the stage of the one before it.
   __device__ __forceinline__ void retire_step() {
     ptx::wgmma_wait<1>();
@@ -440,11 +570,11 @@ class TileConsumer {
   }
   __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
                                            RowEpilogue<Products>& tile) {
-    if (shape.kind() == TaskKind::d_input) {
-      multiply_as<TaskKind::d_input>(acc, shape, tile);
-    } else {
-      multiply_as<TaskKind::weight_grad>(acc, shape, tile);
-    }
+    multiply_as<TaskKind::d_input>(acc, shape, tile);
+  }
+  __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                           GradientEpilogue<Products>& tile) {
+    multiply_as<TaskKind::weight_grad>(acc, shape, tile);
   }
   template <TaskKind kKind, class Epilogue>
   __device__ __forceinline__ void multiply_as(float (&acc)[kTileN / 2], TileTask::Shape shape,
@@ -472,16 +602,23 @@ class TileConsumer {
                                          GateUpEpilogue<Products>& tile) {
     if constexpr (kSlot < tile.kSlots) {
       advance_to<kKind, product_columns(kKind)>(acc, step, kSlot * steps / tile.kSlots + 1);
-      if (tile.pending()) tile.template run_slot<kSlot>(pending_task());
+      if (tile.pending()) run_slot<kSlot>(tile);
       spread<kKind, kSlot + 1>(acc, steps, step, tile);
     }
+  }
+  // At once: the fourth step cannot be loaded before.
+  template <TaskKind kKind>
+  __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
+                                         GradientEpilogue<Products>& tile) {
+    if (tile.pending()) run_slot<1>(tile);
+    advance_to<kKind, kTileN>(acc, step, min(2, steps));
   }
   // A slot a step from the first on, also where there are fewer steps.
   template <TaskKind kKind, int kSlot = 0>
   __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
                                          RowEpilogue<Products>& tile) {
     if constexpr (kSlot < tile.kSlots) {
-      if (tile.pending()) tile.template run_slot<kSlot>(pending_task());
+      if (tile.pending()) run_slot<kSlot>(tile);
       advance_to<kKind, kTileN>(acc, step, min(step + 1, steps));
       spread<kKind, kSlot + 1>(acc, steps, step, tile);
     }
@@ -509,6 +646,7 @@ class TileConsumer {
   }
 
   TileShared& shared_;
+  TallShared* const tall_;
   const Products& products_;
   const uint32_t group_;
   CursorPair<kTaskSlots, kStages> at_;

@@ -1,8 +1,10 @@
 // Weight gradients that do not leave through the spread epilogue: fp32 sums, sums added to the
-// caller's, sums of one window that the expert's next window goes on from, and the zeros of an
-// expert without rows. Stored from the accumulators at the tile's end.
+// caller's, sums of one window that the expert's next window goes on from, bf16 where there is no
+// map of the gradient, and the zeros of an expert without rows. Stored from the accumulators at the
+// tile's end.
 #pragma once
 
+#include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile_types.cuh"
 
 namespace mok::cuda {
@@ -13,8 +15,9 @@ class GradientStore {
   __device__ __forceinline__ GradientStore(const Product& product, const TileTask& task)
       : product_(product), task_(task) {}
 
-  __device__ __forceinline__ bool in_fp32() const {
-    return product_.mode != GradMode::storage || carries_out();
+  __device__ __forceinline__ bool leaves_accumulators() const {
+    return product_.mode != GradMode::storage || carries_out() ||
+           product_.weight_grad.map == Product::kNoMap;
   }
 
   __device__ __forceinline__ void carry_in(float (&acc)[kTileN / 2]) const {
@@ -29,8 +32,13 @@ class GradientStore {
   __device__ __forceinline__ void store(const float (&acc)[kTileN / 2]) const {
     const bool out = carries_out();
     const bool add = !out && product_.mode == GradMode::accumulate;
+    const bool rounded = !out && product_.mode == GradMode::storage;
     for_each_pair([&](int i, int64_t row, int column, bool inside) {
       if (!inside) return;
+      if (rounded) {
+        *rounded_at(row, column) = ptx::pack_bf16(acc[i], acc[i + 1]);
+        return;
+      }
       auto* to = reinterpret_cast<float2*>(out ? carry(row, column) : sum_at(row, column));
       float2 sum{acc[i], acc[i + 1]};
       if (add) {
@@ -52,8 +60,7 @@ class GradientStore {
       if (product_.mode == GradMode::sum) {
         *reinterpret_cast<float2*>(sum_at(row, column)) = {value, value};
       } else {
-        *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(product_.weight_grad.out) +
-                                     element(row, column)) = word;
+        *rounded_at(row, column) = word;
       }
     });
   }
@@ -81,6 +88,10 @@ class GradientStore {
   __device__ __forceinline__ int64_t element(int64_t row, int column) const {
     return task_.expert * product_.weight_grad.expert_elements +
            row * product_.weight_grad.row_elements + column;
+  }
+  __device__ __forceinline__ uint32_t* rounded_at(int64_t row, int column) const {  // a pair
+    return reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(product_.weight_grad.out) +
+                                       element(row, column));
   }
   __device__ __forceinline__ float* sum_at(int64_t row, int column) const {
     return static_cast<float*>(product_.weight_grad.out) + element(row, column);

@@ -19,13 +19,13 @@
 
 namespace mok::cuda {
 
-// A direction: kBackward, Tensors (its Products) and Hooks (from the plan's tasks to the tile
+// A direction: kBackward, Tensors<ranks of the launch> (its Products) and Hooks (from the plan's tasks to the tile
 // core's: forward_hooks.cuh, backward_hooks.cuh).
 template <class Direction, int kRanks>
 struct LayerParams {
   int32_t ranks_here;  // 1 .. kRanks
   RankState rank[kRanks];
-  typename Direction::Tensors tensors[kRanks];
+  typename Direction::template Tensors<kRanks> tensors[kRanks];
 };
 
 // Phases are kept in shared memory when they fit; a longer queue is read from where it is.
@@ -35,11 +35,11 @@ struct LayerShared {
   static constexpr int kComputePhases = kBackward ? 160 : 64;
   static constexpr int kCommunicationPhases = 64;
   union {
-    TileShared tile;
+    std::conditional_t<kBackward, TileShared, TallTileShared> tile;
     ScheduleShared schedule;
   };
   ReduceShared reduce;
-  CommShared comm;
+  CommShared<kBackward> comm;
   plan::Plan plan;
   plan::Phase compute[kComputePhases], communication[kCommunicationPhases];
   AbortFlag abort;  // outlives the phases
@@ -49,6 +49,15 @@ struct LayerShared {
   typename Direction::Shared hooks;
   __device__ LayerShared() {}
 };
+
+template <class Direction>
+__device__ __forceinline__ TallShared* tall_of(LayerShared<Direction>& shared) {
+  if constexpr (Direction::kBackward) {
+    return nullptr;
+  } else {
+    return &shared.tile.tall;
+  }
+}
 
 // What the hooks of both directions share.
 struct HooksBase {
@@ -222,7 +231,7 @@ __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& pa
   switch (static_cast<ProducerWarp>(__shfl_sync(~0u, threadIdx.x / kWarp, 0))) {
     case ProducerWarp::load:
       if (lane == 0) {
-        TileLoader(shared.tile, params.tensors[share.which], hooks)
+        TileLoader(shared.tile, tall_of(shared), params.tensors[share.which], hooks)
             .template run<Direction::kBackward>();
       }
       break;
@@ -267,9 +276,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       ptx::raise_registers<kConsumerRegisters>();
       const uint32_t group = __shfl_sync(~0u, fresh_thread() / kWarpgroup - 1, 0);
-      TileConsumer<Direction::kBackward, typename Direction::Tensors>(
-          shared_memory<Direction>().tile, params.tensors[Share<kRanks>(params.ranks_here).which],
-          group)
+      TileConsumer<Direction::kBackward, typename Direction::template Tensors<kRanks>>(
+          shared_memory<Direction>().tile, tall_of(shared_memory<Direction>()),
+          params.tensors[Share<kRanks>(params.ranks_here).which], group)
           .run();
       reduce(params, shared_memory<Direction>());
     }

@@ -37,7 +37,8 @@ plan::Geometry workspace_geometry(const LayerShape& shape, int ranks, const Opti
   o.max_tokens = std::max<int64_t>(1, o.max_tokens);  // no table is empty
   o.minibatch_rows =
       std::min<int64_t>(o.minibatch_rows, int64_t{kMostMinibatchTiles} * plan::kTileRows);
-  plan::Geometry g = plan::workspace_geometry(shape, ranks, o);
+  plan::Geometry g = plan::workspace_geometry(shape, ranks, o, options.precision);
+  g.own_staged = is_quantized(options.precision);
   g.reduce_tokens = kReduceTaskTokens;
   g.fetch_rows = std::min(kFetchTaskRows, kFetchTaskCopies / g.topk);
   return g;

@@ -19,7 +19,7 @@ class Encoder {
   Encoder(const RankState& s, CUtensorMap* maps) : state_(s), maps_(maps) {}
 
   void matrix(Map which, const void* data, int64_t columns, int64_t rows, int64_t stride) {
-    encode(which, {data, 3, columns, rows, 1, stride, rows * stride, kBox});
+    encode(&maps_[which], {data, 3, columns, rows, 1, stride, rows * stride, kBox});
   }
   void matrix(Map which, const ConstMatrix& m, int64_t columns, int64_t rows) {
     matrix(which, m.data, columns, rows, m.row_stride);
@@ -27,20 +27,45 @@ class Encoder {
   void buffer(Map which, Buffer b, int64_t columns, int64_t rows) {
     matrix(which, state_.at<void>(b), columns, rows, columns);
   }
+  // Two buffers of the same size, one after the other.
+  void buffers(Map which, Buffer first, Buffer second, int64_t columns, int64_t rows) {
+    const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
+    encode(&maps_[which], {from, 3, columns, rows, 2, columns, (to - from) / 2, kBox});
+  }
   void stack(Map which, const ConstStack& w, int64_t columns, int64_t rows) {
-    encode(which, {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
-                   w.expert_stride, kBox});
+    encode(&maps_[which], {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
+                           w.expert_stride, kBox});
   }
 
-  // The layer's own: what both directions read.
-  void common(const LayerWeights& w, const ConstMatrix& x) {
+  void short_buffer(CUtensorMap* to, Buffer b, int64_t columns, int64_t rows) {
+    encode(to, {state_.at<void>(b), 3, columns, rows, 1, columns, rows * columns, kShortBoxRows});
+  }
+
+  // Of `p`, a weight gradient [rows, columns] of each expert, if it is bf16: map number `number`.
+  template <class Tensors>
+  void gradient(Tensors* out, int number, Product& p, int64_t columns, int64_t rows,
+                int64_t experts) {
+    if constexpr (Tensors::kHasShortMaps) {
+      if (p.mode != GradMode::storage) return;
+      const int64_t expert_stride = experts > 1 ? p.weight_grad.expert_elements : rows * columns;
+      encode(&out->short_map[number],
+             {p.weight_grad.out, 3, columns, rows, experts, p.weight_grad.row_elements,
+              expert_stride, kShortBoxRows});
+      p.weight_grad.map = number;
+    }
+  }
+
+  // The layer's own: what both directions read. `gate`, `up`, `down`: the routed weights as
+  // products read them.
+  void common(const LayerWeights& w, const ConstStack& gate, const ConstStack& up,
+              const ConstStack& down, const ConstMatrix& x) {
     const plan::Geometry& g = state_.g;
     const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
     buffer(kRingX, Buffer::ring_x, h, ring_rows());
     buffer(kRingHidden, Buffer::ring_hidden, i, ring_rows());
-    stack(kGate, w.gate, h, i);
-    stack(kUp, w.up, h, i);
-    stack(kDown, w.down, i, h);
+    stack(kGate, gate, h, i);
+    stack(kUp, up, h, i);
+    stack(kDown, down, i, h);
     if (!g.has_shared()) return;
     if (g.own_tokens() > 0) matrix(kOwnX, x, h, g.own_tokens());
     // Rows beyond the tokens read as zeros, which weight gradients rely on.
@@ -56,16 +81,14 @@ class Encoder {
   void finish() const {
     if (good_) return;
     throw Error(ErrorCode::bad_argument,
-                "a tensor map was refused: check strides and alignment of x, d_y and the weights "
-                "(rank " +
+                "a tensor map was refused: check strides and alignment of x, d_y, the weights and "
+                "their gradients (rank " +
                     std::to_string(state_.g.rank) + ")");
   }
 
  private:
   static constexpr int kBox = 64;
-  void encode(Map which, const BoxedTensor& t) {
-    good_ = good_ && encode_tensor_map(&maps_[which], t);
-  }
+  void encode(CUtensorMap* to, const BoxedTensor& t) { good_ = good_ && encode_tensor_map(to, t); }
 
   const RankState& state_;
   CUtensorMap* maps_;
@@ -97,46 +120,35 @@ Product weight_grad(Map a, Map b, GradMode mode, void* out, int64_t row_stride,
                     int64_t expert_stride) {
   Product p = product_of(a, b);
   p.mode = mode;
-  p.weight_grad = {out, row_stride, expert_stride, nullptr, 0};
+  p.weight_grad = {out, row_stride, expert_stride, nullptr, 0, Product::kNoMap};
   return p;
 }
 Product weight_grad(Map a, Map b, const MatrixGrad& g) {
   return weight_grad(a, b, g.mode, g.target.data, g.target.row_stride, 0);
 }
 
-}  // namespace
-
-void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors* out) {
-  Encoder maps(s, out->map);
-  maps.common(a.weights, a.x);
-  maps.finish();
-  out->swiglu_limit = shape.swiglu_limit;
-  out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
-                                        a.saved.gate, a.saved.up, s.g.intermediate);
-  out->product[kRoutedDown] = rows_to(product_of(kRingHidden, kDown), s.tables.row_destination);
-  out->product[kSharedGateUpProduct] =
-      gate_up(kOwnX, kSharedGate, kSharedUp, rows_of(s, Buffer::shared_hidden), a.saved.shared_gate,
-              a.saved.shared_up, s.g.shared_intermediate);
-  out->product[kSharedDownProduct] =
-      rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
-}
-
-void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors* out) {
+template <class Tensors>
+void fill_backward(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   Tensors* out) {
   const plan::Geometry& g = s.g;
   const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
+  const bool mx = g.block > 0;
+  const LayerWeights& w = a.weights;
   Encoder maps(s, out->map);
-  maps.common(a.weights, a.x);
+  if (mx) {
+    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down_backward, a.x);
+    maps.stack(kGateBackward, w.rounded.gate_backward, h, i);
+    maps.stack(kUpBackward, w.rounded.up_backward, h, i);
+  } else {
+    maps.common(w, w.gate, w.up, w.down, a.x);
+  }
   maps.buffer(kRingDY, Buffer::ring_d_y, h, maps.ring_rows());
-  maps.buffer(kRingDGate, Buffer::ring_d_gate, i, maps.ring_rows());
-  maps.buffer(kRingDUp, Buffer::ring_d_up, i, maps.ring_rows());
+  maps.buffers(kRingDGateUp, Buffer::ring_d_gate, Buffer::ring_d_up, i, maps.ring_rows());
   if (g.has_shared()) {
     if (a.tokens > 0) maps.matrix(kOwnDY, a.d_y, h, a.tokens);
-    maps.buffer(kSharedDGate, Buffer::shared_d_gate, shared, maps.own_rows());
-    maps.buffer(kSharedDUp, Buffer::shared_d_up, shared, maps.own_rows());
+    maps.buffers(kSharedDGateUp, Buffer::shared_d_gate, Buffer::shared_d_up, shared,
+                 maps.own_rows());
   }
-  maps.finish();
   out->swiglu_limit = shape.swiglu_limit;
   const auto product = [&](BackwardProduct which) -> Product& { return out->product[which]; };
 
@@ -144,6 +156,7 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
                                       rows_of(s, Buffer::ring_up), i);
   Product& d_hidden = product(kDHidden);
   d_hidden = product_of(kRingDY, kDown);
+  d_hidden.mx = mx;
   d_hidden.d_hidden = {static_cast<const __nv_bfloat16*>(a.saved.gate),
                        static_cast<const __nv_bfloat16*>(a.saved.up),
                        rows_of(s, Buffer::ring_d_gate),
@@ -158,8 +171,9 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
   recomputed.gate_in_ring = true;
   recomputed.d_hidden.gate = rows_of(s, Buffer::ring_gate);
   recomputed.d_hidden.up = rows_of(s, Buffer::ring_up);
-  product(kDInput) =
-      rows_to(product_of(kRingDGate, kGate, kRingDUp, kUp), s.tables.row_destination);
+  product(kDInput) = rows_to(
+      product_of(kRingDGateUp, mx ? kGateBackward : kGate, kRingDGateUp, mx ? kUpBackward : kUp),
+      s.tables.row_destination);
   const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
                           int64_t width) {
     Product p = weight_grad(left, right, grad.mode, grad.target.data, grad.target.row_stride,
@@ -168,8 +182,9 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
     p.weight_grad.carry_elements = static_cast<int32_t>(width);
     return p;
   };
-  product(kGradGate) = routed(kRingDGate, kRingX, a.d_gate, plan::WeightMatrix::gate, h);
-  product(kGradUp) = routed(kRingDUp, kRingX, a.d_up, plan::WeightMatrix::up, h);
+  product(kGradGate) = routed(kRingDGateUp, kRingX, a.d_gate, plan::WeightMatrix::gate, h);
+  product(kGradUp) = routed(kRingDGateUp, kRingX, a.d_up, plan::WeightMatrix::up, h);
+  product(kGradUp).a_slice = 1;
   product(kGradDown) = routed(kRingDY, kRingHidden, a.d_down, plan::WeightMatrix::down, i);
 
   product(kRecomputeSharedGateUp) = gate_up(
@@ -190,11 +205,61 @@ void fill_products(const RankState& s, const LayerShape& shape, const BackwardAr
                               nullptr,
                               g.shared_intermediate,
                               0};
-  product(kSharedDInput) = rows_to(product_of(kSharedDGate, kSharedGate, kSharedDUp, kSharedUp),
-                                   s.tables.shared_destination);
-  product(kSharedGradGate) = weight_grad(kSharedDGate, kOwnX, a.d_shared_gate_proj);
-  product(kSharedGradUp) = weight_grad(kSharedDUp, kOwnX, a.d_shared_up_proj);
+  product(kSharedDInput) =
+      rows_to(product_of(kSharedDGateUp, kSharedGate, kSharedDGateUp, kSharedUp),
+              s.tables.shared_destination);
+  product(kSharedGradGate) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_gate_proj);
+  product(kSharedGradUp) = weight_grad(kSharedDGateUp, kOwnX, a.d_shared_up_proj);
+  product(kSharedGradUp).a_slice = 1;
   product(kSharedGradDown) = weight_grad(kOwnDY, kSharedHidden, a.d_shared_down_proj);
+
+  const int experts = g.experts_local();
+  maps.gradient(out, 0, product(kGradGate), h, i, experts);
+  maps.gradient(out, 1, product(kGradUp), h, i, experts);
+  maps.gradient(out, 2, product(kGradDown), i, h, experts);
+  maps.gradient(out, 3, product(kSharedGradGate), h, shared, 1);
+  maps.gradient(out, 4, product(kSharedGradUp), h, shared, 1);
+  maps.gradient(out, 5, product(kSharedGradDown), shared, h, 1);
+  maps.finish();
+}
+
+}  // namespace
+
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors* out) {
+  const bool mx = s.g.block > 0;
+  const LayerWeights& w = a.weights;
+  Encoder maps(s, out->map);
+  if (mx) {
+    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down, a.x);
+  } else {
+    maps.common(w, w.gate, w.up, w.down, a.x);
+  }
+  maps.short_buffer(&out->short_map[kRingXShort], Buffer::ring_x, s.g.hidden, maps.ring_rows());
+  maps.short_buffer(&out->short_map[kRingHiddenShort], Buffer::ring_hidden, s.g.intermediate,
+                    maps.ring_rows());
+  maps.finish();
+  out->swiglu_limit = shape.swiglu_limit;
+  out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
+                                        a.saved.gate, a.saved.up, s.g.intermediate);
+  out->product[kRoutedGateUp].mx = mx;
+  out->product[kRoutedGateUp].a_short = kRingXShort;
+  out->product[kRoutedDown] = rows_to(product_of(kRingHidden, kDown), s.tables.row_destination);
+  out->product[kRoutedDown].a_short = kRingHiddenShort;
+  out->product[kSharedGateUpProduct] =
+      gate_up(kOwnX, kSharedGate, kSharedUp, rows_of(s, Buffer::shared_hidden), a.saved.shared_gate,
+              a.saved.shared_up, s.g.shared_intermediate);
+  out->product[kSharedDownProduct] =
+      rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
+}
+
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<1>* out) {
+  fill_backward(s, shape, a, out);
+}
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<kMaxRanks>* out) {
+  fill_backward(s, shape, a, out);
 }
 
 }  // namespace mok::cuda

@@ -12,7 +12,7 @@ enum Map : int8_t {
   kRingHidden,
   kGate,
   kUp,
-  kDown,
+  kDown,  // in mxfp8 the form that the direction reads
   kOwnX,  // the shared expert's: the caller's rows
   kSharedHidden,
   kSharedGate,
@@ -20,11 +20,11 @@ enum Map : int8_t {
   kSharedDown,
   kForwardMaps,
   kRingDY = kForwardMaps,
-  kRingDGate,
-  kRingDUp,
+  kRingDGateUp,  // slice 0: d_gate, 1: d_up
   kOwnDY,
-  kSharedDGate,
-  kSharedDUp,
+  kSharedDGateUp,
+  kGateBackward,  // mxfp8: d_input's, rounded along I
+  kUpBackward,
   kBackwardMaps
 };
 
@@ -54,13 +54,22 @@ enum BackwardProduct : int16_t {
   kBackwardProducts
 };
 
-using ForwardTensors = Products<kForwardMaps, kForwardProducts>;
-using BackwardTensors = Products<kBackwardMaps, kBackwardProducts>;
+// Weight gradients, in the order of their products.
+inline constexpr int kGradientMaps = 6;
+
+enum ForwardShortMap : int8_t { kRingXShort, kRingHiddenShort, kForwardShortMaps };
+
+using ForwardTensors = Products<kForwardMaps, kForwardProducts, kForwardShortMaps>;
+template <int kRanks>
+using BackwardTensors =
+    Products<kBackwardMaps, kBackwardProducts, kRanks == 1 ? kGradientMaps : 0>;
 
 // Throw bad_argument when a tensor map is refused.
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
                    ForwardTensors* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors* out);
+                   BackwardTensors<1>* out);
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<kMaxRanks>* out);
 
 }  // namespace mok::cuda

@@ -20,6 +20,13 @@ void dequantize_weights(Precision precision, const void* data, const uint8_t* sc
                         int64_t rows, int64_t columns, void* out, bool transpose,
                         cudaStream_t stream);
 
+// mok::RoundedWeights from bf16 weights, [count, rows, columns] each, contiguous: rounded there and
+// back along the columns of a row, and along the rows of a column. Null: not wanted. Throws
+// bad_argument unless rows and columns are multiples of 32 and rows are aligned to 16 bytes.
+// (From quantised weights: dequantize_weights, of the transposed form with `transpose`.)
+void round_weights(Precision precision, const ConstStack& weights, int64_t count, int64_t rows,
+                   int64_t columns, void* along_rows, void* along_columns, cudaStream_t stream);
+
 // Rows of x or d_y [rows, columns] in bf16 as they travel: each row's codes, from `scales_at` on
 // its scales (blocks of 32 or 128 along the row), `row_bytes` apart (plan::Geometry::wire_*).
 void quantize_rows(Precision precision, const ConstMatrix& x, int64_t rows, int64_t columns,

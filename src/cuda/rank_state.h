@@ -43,7 +43,7 @@ struct ErrorRecord {
 // At the start of Buffer::control, in symmetric memory; written by peers.
 struct Control {
   struct Header {
-    uint64_t tag;     // direction, shape, dtype, wanted gradients: equal on all ranks
+    uint64_t tag;     // direction, shape, precision, wanted gradients: equal on all ranks
     int64_t wide_id;  // the source's first id that is published as INT32_MIN
     int32_t tokens;   // T of the source rank
     int32_t unused;

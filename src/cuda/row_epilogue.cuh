@@ -1,10 +1,8 @@
-// Epilogue of tiles whose rows are only stored: d_input and weight_grad. Four slots, 2 * row half +
-// column group, of twice 64 columns each: two at once take hardly longer than one, and a weight
-// gradient's tile may have fewer steps than there are slots.
+// Epilogue of d_input tiles: each row is stored at its own destination. Four slots, 2 * row half +
+// column group, of twice 64 columns each: two at once take hardly longer than one.
 #pragma once
 
 #include "cuda/epilogue.cuh"
-#include "cuda/gradient_store.cuh"
 
 namespace mok::cuda {
 
@@ -12,11 +10,11 @@ template <class Products>
 class RowEpilogue : public Epilogue<Products> {
   using Base = Epilogue<Products>;
   using Base::flags_, Base::products_, Base::product, Base::transpose;
-  using Base::kPart0, Base::kPart1, Base::kRow, Base::kInFp32;
+  using Base::kPart0, Base::kPart1, Base::kRow;
 
  public:
   static constexpr int kSlots = 4;
-  static __device__ __forceinline__ bool takes(TaskKind kind) { return kind > TaskKind::d_hidden; }
+  static __device__ __forceinline__ bool takes(TaskKind kind) { return kind == TaskKind::d_input; }
 
   __device__ __forceinline__ explicit RowEpilogue(const Products& products) : Base(products) {}
 
@@ -29,14 +27,8 @@ class RowEpilogue : public Epilogue<Products> {
       if (group * kGroupN < task.cols) flags_ |= kPart0 << group;
       if (kHalfN + group * kGroupN < task.cols) flags_ |= kPart1 << group;
     }
-    if (task.kind == TaskKind::weight_grad && GradientStore(product, task).in_fp32()) {
-      flags_ |= kInFp32;
-    }
     to_ = destination(task, product, 0);
   }
-
-  // A weight gradient that leaves from the accumulators, not by slots.
-  __device__ __forceinline__ bool in_fp32() const { return flags_ & kInFp32; }
 
   __device__ __forceinline__ void pack(const float (&acc)[kTileN / 2], TileTask::Shape) {
     packed_.pack(acc);
@@ -67,12 +59,7 @@ class RowEpilogue : public Epilogue<Products> {
   __device__ __forceinline__ uint64_t destination(const TileTask& task, const Product& product,
                                                   int half) const {
     if ((flags_ & kRow << half) == 0) return 0;
-    const int row = Base::row_of(half);
-    const uint32_t column = Base::column_bytes(task);
-    if (task.kind != TaskKind::weight_grad) return row_destination(task, product, row, column);
-    const int64_t element = task.expert * product.weight_grad.expert_elements +
-                            (task.row0 + row) * product.weight_grad.row_elements;
-    return reinterpret_cast<uint64_t>(product.weight_grad.out) + element * 2 + column;
+    return row_destination(task, product, Base::row_of(half), Base::column_bytes(task));
   }
 
   PackedTile packed_;

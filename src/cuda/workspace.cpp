@@ -12,6 +12,7 @@
 #include "cuda/errors.h"
 #include "cuda/launch.h"
 #include "cuda/local_rank.h"
+#include "cuda/quantize.h"
 #include "mok/cuda.h"
 
 namespace mok::cuda {
@@ -102,7 +103,7 @@ struct Workspace::Impl {
 
   bool has_all_ranks() const { return static_cast<int>(ranks.size()) == geometry.ranks; }
   Limits limits(const LocalRank& rank) const {
-    return {shape, rank.rank(), geometry.ranks, geometry.max_tokens};
+    return {shape, options.precision, rank.rank(), geometry.ranks, geometry.max_tokens};
   }
 
   void add_rank(int rank, int device, void* block) {
@@ -175,11 +176,25 @@ struct Workspace::Impl {
     check(cudaMemsetAsync(queue, 1, 1, stream), "injected fault");
   }
 
-  // One launch on each GPU. state_of(i): of the i-th rank; after(i, stream): what follows the
-  // launch on its stream.
-  template <class Args, class StateOf, class After>
+  // Enqueues the conversion of a rank's rows of x and d_y, which all ranks then fetch from here. No
+  // peer reads the rows of an earlier call any more: that call's kernel ended here only after every
+  // peer had said that it had returned all rows, which comes after the last one was fetched
+  // (plan/counters.h: `returned_flag`, `pushed`); a call that was cut short ended on all ranks
+  // before this one (`clear`, `recover`).
+  void stage_quantized(const LocalRank& rank, const ConstMatrix& rows, int64_t tokens,
+                       plan::Buffer to, cudaStream_t stream) const {
+    if (geometry.block == 0) return;
+    quantize_rows(options.precision, rows, tokens, shape.hidden,
+                  rank.state().at<void>(to, rank.rank()), geometry.wire_row_bytes(2),
+                  geometry.wire_scales_at(), stream);
+  }
+
+  // One launch on each GPU. state_of(i): of the i-th rank; before(i, stream), after(i, stream):
+  // what stands around the launch on its stream.
+  template <class Args, class StateOf, class Before, class After>
   void call(const std::vector<Args>& args, const std::vector<void*>& streams,
-            void (*launch)(const Launch<Args>&), StateOf&& state_of, After&& after) {
+            void (*launch)(const Launch<Args>&), StateOf&& state_of, Before&& before,
+            After&& after) {
     const Fault now = std::exchange(fault, {});
     bool launched = false;
     const auto start_all = [&] {
@@ -196,6 +211,7 @@ struct Workspace::Impl {
         gpus.at(device).in_order(stream, [&] {
           for (const int i : here) {
             if (ranks[i].rank() == now.losing_rank) lose_ticket(now, ranks[i], stream);
+            before(i, stream);
           }
           if (!l.ranks.empty()) launch(l);
           launched = true;
@@ -296,6 +312,9 @@ void Workspace::forward(const std::vector<ForwardArgs>& args, const std::vector<
       args, streams, launch_forward,
       [&](int i) { return forward_state(m.ranks[i], m.shape, args[i]); },
       [&](int i, cudaStream_t stream) {
+        m.stage_quantized(m.ranks[i], args[i].x, args[i].tokens, plan::Buffer::staged_x, stream);
+      },
+      [&](int i, cudaStream_t stream) {
         const ForwardArgs& a = args[i];
         if (!m.shape.shared_gate || a.saved.shared_out == nullptr || a.tokens == 0) return;
         check(cudaMemcpyAsync(a.saved.shared_out,
@@ -318,6 +337,11 @@ void Workspace::backward(const std::vector<BackwardArgs>& args, const std::vecto
   m.call(
       args, streams, launch_backward,
       [&](int i) { return backward_state(m.ranks[i], m.shape, args[i], all); },
+      [&](int i, cudaStream_t stream) {
+        const BackwardArgs& a = args[i];
+        m.stage_quantized(m.ranks[i], a.x, a.tokens, plan::Buffer::staged_x, stream);
+        m.stage_quantized(m.ranks[i], a.d_y, a.tokens, plan::Buffer::staged_d_y, stream);
+      },
       [](int, cudaStream_t) {});
 }
 

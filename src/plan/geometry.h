@@ -49,6 +49,7 @@ struct Geometry {
   int32_t minibatch_tiles = 32;          // divides the window
   int64_t saved_rows = 0;                // backward: rows whose gate and up were kept by forward
   int32_t block = 0;                     // quantised: elements of a block of 32 or 128; else 0
+  bool own_staged = false;               // own rows are fetched from the staging too
   int32_t tile_d_hidden = kTileDHidden;  // columns of a routed d_hidden tile: whole blocks
   int32_t stage_rows = 64;               // tokens of one stage task
   int32_t fetch_rows = 8;                // first rows of one fetch task

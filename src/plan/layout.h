@@ -69,7 +69,7 @@ MOK_HD inline Layout make_layout(const Geometry& g, int element, int scalar) {
   const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
   const int64_t most = g.most_rows();
   const int64_t ring = int64_t{g.ring_tiles} * kTileRows;
-  const int64_t staged = g.ranks > 1 ? tokens * g.wire_row_bytes(element) : 0;
+  const int64_t staged = g.ranks > 1 || g.own_staged ? tokens * g.wire_row_bytes(element) : 0;
   const int64_t recompute = g.saved_rows < most ? ring * i * element : 0;
   const int64_t carry = ring < most ? (2 * i * h + h * i) * scalar : 0;
   const int64_t gated = g.shared_gate ? tokens * scalar : 0;

@@ -19,6 +19,15 @@ __device__ __forceinline__ void load_tensor(void* to, const CUtensorMap* map, Mb
       : "memory");
 }
 
+__device__ __forceinline__ void store_tensor(const CUtensorMap* map, const void* from, int c0,
+                                             int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+          reinterpret_cast<uint64_t>(map)),
+      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
 // Local or peer global memory -> shared memory. Addresses and size: multiples of 16 bytes.
 __device__ __forceinline__ void load_bulk(void* to, const void* from, uint32_t bytes,
                                           Mbarrier* full) {

@@ -61,6 +61,19 @@ __device__ __forceinline__ void store_global_16(void* p, uint4 v) {
                : "memory");
 }
 
+// Four matrices of 8 x 8 bf16 from registers to shared memory, laid out as a wgmma accumulator's:
+// lanes 8i .. 8i + 7 give the addresses of the rows of matrix i.
+__device__ __forceinline__ void store_matrices(uint32_t shared_row, uint32_t m0, uint32_t m1,
+                                               uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_row),
+               "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
+// fence_proxy_async for shared memory alone.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Nanoseconds, one clock for the device; coarse. Read it only every few thousand spins.
 __device__ __forceinline__ uint64_t global_timer() {
   uint64_t t;

@@ -29,6 +29,7 @@ struct Case {
   const char* routing = "uniform";
   int64_t ring = 0, minibatch = 512, saved_rows = -1;
   bool keep = true;
+  Precision precision = Precision::bf16;
 };
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
@@ -78,6 +79,7 @@ class GpuBackward : public ::testing::TestWithParam<Case> {
     s.shape = c.shape;
     s.tokens = c.tokens;
     s.routing = problem::parse_routing(c.routing);
+    s.options.precision = c.precision;
     s.options.workspace.ring_rows = c.ring;
     s.options.workspace.minibatch_rows = c.minibatch;
     s.options.workspace.saved_rows = c.saved_rows;
@@ -98,12 +100,16 @@ TEST_P(GpuBackward, repeats_bit_for_bit) {
   for (int i = 0; i < 5; ++i) expect_same_bits(first, backward.run(), "repeat");
 }
 
-INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackward, ::testing::ValuesIn(cases()),
-                         [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackward, ::testing::ValuesIn(in_both_precisions(cases())),
+                         case_name<Case>);
+
+using GpuBackwardBits = InBothPrecisions;
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardBits, both_precisions(), precision_name);
 
 // One problem, split and tuned in every way: the same bits.
-TEST(GpuBackwardBits, same_for_every_ep_and_knob) {
+TEST_P(GpuBackwardBits, same_for_every_ep_and_knob) {
   LayerSetup base;
+  base.options.precision = GetParam();
   base.shape = shape_of(512, 320, 24, 6, 128, true);
   base.seed = 11;
   base.options.deadlines = {20, 10};
@@ -154,7 +160,10 @@ TEST(GpuBackwardBits, same_for_every_ep_and_knob) {
 
 // ---- how weight gradients are delivered ---------------------------------------------------------
 
-TEST(GpuBackwardModes, are_one_sum_delivered_in_three_ways) {
+class GpuBackwardModes : public InBothPrecisions {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardModes, both_precisions(), precision_name);
+
+TEST_P(GpuBackwardModes, are_one_sum_delivered_in_three_ways) {
   for (const int64_t ring : {0, 512}) {
     LayerSetup s = virtual_ranks({200, 133});
     s.options.workspace.ring_rows = ring;
@@ -178,11 +187,12 @@ TEST(GpuBackwardModes, are_one_sum_delivered_in_three_ways) {
 }
 
 // A bf16 accumulator would have no place for 257.
-TEST(GpuBackwardModes, accumulate_adds_one_to_256) {
+TEST_P(GpuBackwardModes, accumulate_adds_one_to_256) {
   LayerSetup s;
   s.shape = shape_of(64, 64, 1, 1);
   s.tokens = {1};
   s.options.deadlines = {10, 5};
+  s.options.precision = GetParam();
   GpuLayer layer(s);
   BackwardLayer backward(layer, all_modes(GradMode::accumulate));
   const ForwardArgs& a = layer.args()[0];
@@ -202,13 +212,14 @@ TEST(GpuBackwardModes, accumulate_adds_one_to_256) {
   put(a.x.data, x);
   put(a.weights.gate.data, gate);
   put(a.weights.up.data, up);
+  layer.refresh_weights();
   put(backward.d_y(0), ones);
   put(a.topk_weights, std::vector<float>{1});
   const Results r = backward.run(256);
   for (const float v : r.as<float>(d_down)) ASSERT_EQ(v, 257);
 }
 
-TEST(GpuBackwardModes, experts_without_rows_get_plus_zero_or_keep_theirs) {
+TEST_P(GpuBackwardModes, experts_without_rows_get_plus_zero_or_keep_theirs) {
   for (const auto& tokens : {std::vector<int64_t>{200}, {50, 0, 100, 50}}) {
     LayerSetup s = virtual_ranks(tokens);
     s.routing = problem::parse_routing("one-expert");
@@ -242,7 +253,7 @@ TEST(GpuBackwardModes, experts_without_rows_get_plus_zero_or_keep_theirs) {
   }
 }
 
-TEST(GpuBackwardModes, no_tokens_at_all_give_plus_zero) {
+TEST_P(GpuBackwardModes, no_tokens_at_all_give_plus_zero) {
   for (const auto& tokens : {std::vector<int64_t>{0}, {0, 0}}) {
     GpuLayer layer(virtual_ranks(tokens));
     for (const GradMode mode : {GradMode::sum, GradMode::storage}) {
@@ -256,7 +267,7 @@ TEST(GpuBackwardModes, no_tokens_at_all_give_plus_zero) {
 }
 
 // What is not wanted is not touched, and changes nothing else.
-TEST(GpuBackwardModes, every_gradient_can_be_left_out) {
+TEST_P(GpuBackwardModes, every_gradient_can_be_left_out) {
   for (const int64_t ring : {0, 512}) {
     for (const auto& tokens : {std::vector<int64_t>{333}, {200, 133}}) {
       LayerSetup s = virtual_ranks(tokens);
@@ -289,7 +300,7 @@ TEST(GpuBackwardModes, every_gradient_can_be_left_out) {
   }
 }
 
-TEST(GpuBackwardModes, one_mode_for_each_gradient) {
+TEST_P(GpuBackwardModes, one_mode_for_each_gradient) {
   GpuLayer layer(virtual_ranks({200, 133}));
   const Results sum = BackwardLayer(layer).run();
   Modes modes;
@@ -317,8 +328,11 @@ TEST(GpuBackwardModes, one_mode_for_each_gradient) {
 
 // ---- calls --------------------------------------------------------------------------------------
 
+class GpuBackwardCalls : public InBothPrecisions {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardCalls, both_precisions(), precision_name);
+
 // Several forwards, then their backwards in any order, in one workspace.
-TEST(GpuBackwardCalls, micro_batches_in_any_order) {
+TEST_P(GpuBackwardCalls, micro_batches_in_any_order) {
   for (const int64_t saved : {-1, 300}) {
     std::vector<std::unique_ptr<GpuLayer>> layers;
     std::vector<std::unique_ptr<BackwardLayer>> backwards;
@@ -346,7 +360,7 @@ TEST(GpuBackwardCalls, micro_batches_in_any_order) {
 }
 
 // Forward of the next step before backward of this one's twin: nothing inside is kept for it.
-TEST(GpuBackwardCalls, backward_twice_gives_the_same_bits) {
+TEST_P(GpuBackwardCalls, backward_twice_gives_the_same_bits) {
   GpuLayer layer(virtual_ranks({200, 133}));
   BackwardLayer backward(layer);
   const Results first = backward.run();
@@ -362,7 +376,7 @@ TEST(GpuBackwardCalls, backward_twice_gives_the_same_bits) {
   }
 }
 
-TEST(GpuBackwardCalls, ids_of_32_bits) {
+TEST_P(GpuBackwardCalls, ids_of_32_bits) {
   GpuLayer layer(virtual_ranks({200, 133}));
   BackwardLayer backward(layer);
   const Results expected = backward.run();
@@ -378,7 +392,7 @@ TEST(GpuBackwardCalls, ids_of_32_bits) {
 }
 
 // Gate and up as halves of one tensor, gradients as halves of one, rows wider than needed.
-TEST(GpuBackwardCalls, strided_views) {
+TEST_P(GpuBackwardCalls, strided_views) {
   LayerSetup s = virtual_ranks({333});
   GpuLayer layer(s);
   BackwardLayer backward(layer);
@@ -398,6 +412,7 @@ TEST(GpuBackwardCalls, strided_views) {
   }
   f.weights.gate = {both, 2 * i * h, h};
   f.weights.up = {both + i * h, 2 * i * h, h};
+  layer.refresh_weights();
   const auto widened = [&](const void* from) {
     auto* to = d.take<bf16>(333 * wide);
     cuda::check(cudaMemcpy2D(to, wide * 2, from, h * 2, h * 2, 333, cudaMemcpyDefault), "rows");
@@ -431,7 +446,7 @@ TEST(GpuBackwardCalls, strided_views) {
   }
 }
 
-TEST(GpuBackwardCalls, bad_arguments_are_named) {
+TEST_P(GpuBackwardCalls, bad_arguments_are_named) {
   GpuLayer layer(virtual_ranks({50, 60}));
   BackwardLayer backward(layer);
   const Results good = backward.run();

@@ -17,7 +17,10 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // ---- values -------------------------------------------------------------------------------------
 
-TEST(GpuBackwardValues, zero_and_negative_router_weights) {
+class GpuBackwardValues : public InBothPrecisions {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardValues, both_precisions(), precision_name);
+
+TEST_P(GpuBackwardValues, zero_and_negative_router_weights) {
   for (const auto& tokens : {std::vector<int64_t>{333}, {200, 133}}) {
     GpuLayer layer(virtual_ranks(tokens));
     BackwardLayer backward(layer);
@@ -33,7 +36,7 @@ TEST(GpuBackwardValues, zero_and_negative_router_weights) {
   }
 }
 
-TEST(GpuBackwardValues, a_slot_that_routes_nowhere) {
+TEST_P(GpuBackwardValues, a_slot_that_routes_nowhere) {
   for (const auto& tokens : {std::vector<int64_t>{333}, {200, 133}}) {
     GpuLayer layer(virtual_ranks(tokens));
     BackwardLayer backward(layer);
@@ -63,7 +66,7 @@ TEST(GpuBackwardValues, a_slot_that_routes_nowhere) {
   }
 }
 
-TEST(GpuBackwardValues, an_expert_several_times_in_a_token) {
+TEST_P(GpuBackwardValues, an_expert_several_times_in_a_token) {
   std::vector<Results> results;
   for (const auto& tokens : {std::vector<int64_t>{333}, {200, 133}, {0, 300, 33}}) {
     GpuLayer layer(virtual_ranks(tokens));
@@ -87,7 +90,7 @@ TEST(GpuBackwardValues, an_expert_several_times_in_a_token) {
 }
 
 // NaN in one token's d_y: its own d_x and d_topk_weights, the weights of its experts, no more.
-TEST(GpuBackwardValues, nan_stays_in_its_token) {
+TEST_P(GpuBackwardValues, nan_stays_in_its_token) {
   GpuLayer layer(virtual_ranks({200, 133}));
   BackwardLayer backward(layer);
   const LayerShape& s = layer.setup().shape;
@@ -122,7 +125,7 @@ TEST(GpuBackwardValues, nan_stays_in_its_token) {
 }
 
 // Every buffer inside is full of NaN after the first call: none may come through.
-TEST(GpuBackwardValues, nothing_stays_from_a_call_full_of_nan) {
+TEST_P(GpuBackwardValues, nothing_stays_from_a_call_full_of_nan) {
   for (const int64_t ring : {0, 512}) {
     for (const bool keep : {true, false}) {
       LayerSetup s = virtual_ranks({200, 133});
@@ -143,7 +146,7 @@ TEST(GpuBackwardValues, nothing_stays_from_a_call_full_of_nan) {
   }
 }
 
-TEST(GpuBackwardValues, inf_in_a_weight_stays_in_its_expert) {
+TEST_P(GpuBackwardValues, inf_in_a_weight_stays_in_its_expert) {
   GpuLayer layer(virtual_ranks({200, 133}));
   BackwardLayer backward(layer);
   const LayerShape& s = layer.setup().shape;
@@ -161,6 +164,7 @@ TEST(GpuBackwardValues, inf_in_a_weight_stays_in_its_expert) {
     auto* to = static_cast<bf16*>(const_cast<void*>(w->data)) + 2 * w->expert_stride;
     cuda::check(cudaMemcpy(to, &inf, sizeof(inf), cudaMemcpyDefault), "weight");
   }
+  layer.refresh_weights();
   const Results r = backward.run();
   const auto dx = r.as<bf16>(d_x), dx_good = good.as<bf16>(d_x);
   for (int64_t t = 0; t < layer.tokens(); ++t) {
@@ -205,11 +209,14 @@ void repeat_under_load(const LayerSetup& setup) {
   layer.workspace().synchronize();
 }
 
-TEST(GpuBackwardRepeat, a_hundred_times_under_load) {
+class GpuBackwardRepeat : public InBothPrecisions {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardRepeat, both_precisions(), precision_name);
+
+TEST_P(GpuBackwardRepeat, a_hundred_times_under_load) {
   repeat_under_load(virtual_ranks({500, 340}));
 }
 
-TEST(GpuBackwardRepeat, a_hundred_times_under_load_with_ring_refills) {
+TEST_P(GpuBackwardRepeat, a_hundred_times_under_load_with_ring_refills) {
   LayerSetup s = virtual_ranks({840});
   s.options.workspace.ring_rows = 512;
   s.options.workspace.minibatch_rows = 128;
@@ -217,7 +224,7 @@ TEST(GpuBackwardRepeat, a_hundred_times_under_load_with_ring_refills) {
   repeat_under_load(s);
 }
 
-TEST(GpuBackwardRepeat, on_one_sm_for_each_rank) {
+TEST_P(GpuBackwardRepeat, on_one_sm_for_each_rank) {
   for (const auto& tokens : {std::vector<int64_t>{840}, {200, 133, 0, 500}}) {
     LayerSetup s = virtual_ranks(tokens);
     s.options.workspace.saved_rows = 300;
@@ -242,7 +249,7 @@ TEST(GpuBackwardRepeat, on_one_sm_for_each_rank) {
   }
 }
 
-TEST(GpuBackwardRepeat, replays_of_a_graph) {
+TEST_P(GpuBackwardRepeat, replays_of_a_graph) {
   for (const bool keep : {true, false}) {
     LayerSetup s = virtual_ranks({300, 133});
     s.keep = keep;

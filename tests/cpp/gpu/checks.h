@@ -37,6 +37,33 @@ inline LayerSetup virtual_ranks(const std::vector<int64_t>& tokens) {
   return s;
 }
 
+// Tests that run in each precision: what follows a test's name, and a list of cases in both (with a
+// name and a precision).
+inline std::string precision_name(const ::testing::TestParamInfo<Precision>& info) {
+  return info.param == Precision::mxfp8 ? "mxfp8" : "bf16";
+}
+inline auto both_precisions() { return ::testing::Values(Precision::bf16, Precision::mxfp8); }
+class InBothPrecisions : public ::testing::TestWithParam<Precision> {
+ protected:
+  static LayerSetup virtual_ranks(const std::vector<int64_t>& tokens) {
+    LayerSetup s = testing::virtual_ranks(tokens);
+    s.options.precision = GetParam();
+    return s;
+  }
+};
+template <class Case>
+std::vector<Case> in_both_precisions(std::vector<Case> cases) {
+  for (size_t i = 0, n = cases.size(); i < n; ++i) {
+    cases.push_back(cases[i]);
+    cases.back().precision = Precision::mxfp8;
+  }
+  return cases;
+}
+template <class Case>
+std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  return std::string(info.param.name) + (info.param.precision == Precision::mxfp8 ? "_mxfp8" : "");
+}
+
 inline bool same_bits(const std::vector<bf16>& a, const std::vector<bf16>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(bf16)) == 0;
 }
@@ -46,18 +73,26 @@ inline void expect_same_bits(const std::vector<bf16>& a, const std::vector<bf16>
   EXPECT_TRUE(same_bits(a, b)) << what;
 }
 
+// The precision that the inputs say.
+inline Precision precision_of(const reference::Inputs& in) {
+  return in.blocks.length > 0 ? Precision::mxfp8 : Precision::bf16;
+}
+
 inline void expect_close(const std::vector<bf16>& y, const reference::Inputs& in) {
   const auto out = reference::run(in);
   int64_t tokens = 0;
   for (const int64_t t : in.rank_tokens) tokens += t;
   const auto d = problem::compare(y.data(), in.shape.hidden, out.y.data(), tokens, in.shape.hidden);
-  const double bound = problem::tolerances(in.shape, Precision::bf16, tokens).y;
-  EXPECT_LE(d.scaled_err, bound) << "max_rel_err " << d.max_rel_err << " at row " << d.scaled_row
-                                 << ", column " << d.scaled_column;
+  const Precision precision = precision_of(in);
+  EXPECT_LE(d.scaled_err, problem::tolerances(in.shape, precision, tokens).y)
+      << "max_rel_err " << d.max_rel_err << " at row " << d.scaled_row << ", column "
+      << d.scaled_column;
+  EXPECT_LE(d.whole_err(), problem::whole_tolerances(in.shape, precision, tokens).y);
 }
 
 inline reference::Inputs oracle_inputs(const GpuLayer& layer) {
-  return problem::oracle_inputs(layer.problem(), Precision::bf16, layer.setup().tokens, false);
+  return problem::oracle_inputs(layer.problem(), layer.setup().options.precision,
+                                layer.setup().tokens, false);
 }
 
 // What belongs to tokens, of all ranks in global order: read, changed, written back in place.

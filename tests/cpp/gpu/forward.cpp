@@ -16,6 +16,7 @@ struct Case {
   std::vector<int64_t> tokens;
   const char* routing = "uniform";
   int64_t ring = 0, minibatch = 512;
+  Precision precision = Precision::bf16;
 };
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
@@ -52,6 +53,7 @@ class Forward : public ::testing::TestWithParam<Case> {
     s.shape = GetParam().shape;
     s.tokens = GetParam().tokens;
     s.routing = problem::parse_routing(GetParam().routing);
+    s.options.precision = GetParam().precision;
     s.options.workspace.ring_rows = GetParam().ring;
     s.options.workspace.minibatch_rows = GetParam().minibatch;
     s.options.deadlines = {20, 10};
@@ -72,12 +74,16 @@ TEST_P(Forward, repeats_bit_for_bit) {
   for (int i = 0; i < 5; ++i) expect_same_bits(first, layer.forward(), "repeat");
 }
 
-INSTANTIATE_TEST_SUITE_P(Gpu, Forward, ::testing::ValuesIn(cases()),
-                         [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(Gpu, Forward, ::testing::ValuesIn(in_both_precisions(cases())),
+                         case_name<Case>);
+
+using GpuForwardBits = InBothPrecisions;
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuForwardBits, both_precisions(), precision_name);
 
 // One problem, split and tuned in every way: the same bits.
-TEST(GpuForward, same_bits_for_every_ep_and_knob) {
+TEST_P(GpuForwardBits, same_for_every_ep_and_knob) {
   LayerSetup base;
+  base.options.precision = GetParam();
   base.shape = shape_of(512, 320, 24, 6, 128, true);
   base.seed = 11;
   base.options.deadlines = {20, 10};

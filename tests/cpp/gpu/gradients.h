@@ -179,10 +179,14 @@ class BackwardLayer {
     reference::Expert routed;
     const reference::Outputs expected = reference::run(in, reference::collect(routed));
     const LayerShape& s = shape();
-    const problem::Tolerances limit = problem::tolerances(s, Precision::bf16, layer_.tokens());
+    const Precision precision = precision_of(in);
+    const problem::Tolerances limit = problem::tolerances(s, precision, layer_.tokens());
+    const problem::Tolerances whole = problem::whole_tolerances(s, precision, layer_.tokens());
     const int64_t h = s.hidden, i = s.intermediate, shared = s.shared_intermediate;
     const auto y = problem::compare(results.y.data(), h, expected.y.data(), layer_.tokens(), h);
     EXPECT_LE(y.scaled_err, limit.y) << "y: row " << y.scaled_row << ", column " << y.scaled_column;
+    EXPECT_LE(y.whole_err(), whole.y) << "y";
+    std::array<problem::Difference, kGrads> all;  // of what is routed
     const auto check = [&](int g, int64_t first, const double* wanted, int64_t rows,
                            int64_t columns, double bound, const std::string& of) {
       if (modes_[g] == GradMode::none) return;
@@ -192,6 +196,7 @@ class BackwardLayer {
       EXPECT_LE(d.scaled_err, bound)
           << kGradNames[g] << of << ": max_rel_err " << d.max_rel_err << " at row " << d.scaled_row
           << ", column " << d.scaled_column;
+      all[g].add(d, 0);
     };
     check(d_x, 0, expected.d_x.data(), layer_.tokens(), h, limit.d_x, "");
     check(d_topk_weights, 0, expected.d_topk_weights.data(), layer_.tokens(), s.topk,
@@ -202,6 +207,15 @@ class BackwardLayer {
       check(d_gate, at, &routed.gate[at], i, h, limit.d_w_gate_up, of);
       check(d_up, at, &routed.up[at], i, h, limit.d_w_gate_up, of);
       check(d_down, at, &routed.down[at], h, i, limit.d_w_down, of);
+    }
+    const std::pair<Grad, double> bounds[] = {{d_x, whole.d_x},
+                                              {d_topk_weights, whole.d_topk_weights},
+                                              {d_gate, whole.d_w_gate_up},
+                                              {d_up, whole.d_w_gate_up},
+                                              {d_down, whole.d_w_down}};
+    for (const auto& [g, bound] : bounds) {
+      if (modes_[g] == GradMode::none) continue;
+      EXPECT_LE(all[g].whole_err(), bound) << kGradNames[g];
     }
     for (int r = 0; r < ranks() && shared > 0; ++r) {
       const int64_t at = r * shared * h;
@@ -265,7 +279,8 @@ class BackwardLayer {
 };
 
 inline reference::Inputs backward_inputs(const GpuLayer& layer) {
-  return problem::oracle_inputs(layer.problem(), Precision::bf16, layer.setup().tokens, true);
+  return problem::oracle_inputs(layer.problem(), layer.setup().options.precision,
+                                layer.setup().tokens, true);
 }
 
 // Made, run once, compared with nothing.

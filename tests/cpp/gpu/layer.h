@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/check.h"
+#include "cuda/quantize.h"
 #include "mok/cuda.h"
 #include "numerics/bf16.h"
 #include "problem/problem.h"
@@ -89,6 +90,7 @@ class GpuLayer {
       begin += setup_.tokens[r];
       streams_.push_back(nullptr);
     }
+    refresh_weights();
   }
 
   const problem::Problem& problem() const { return *problem_; }
@@ -98,6 +100,32 @@ class GpuLayer {
   Device& memory(int r) { return *memory_[r]; }
   int64_t tokens() const { return global_; }
   const LayerSetup& setup() const { return setup_; }
+
+  // After a change of the weights: what a quantised precision reads of them.
+  void refresh_weights() {
+    if (!is_quantized(setup_.options.precision)) return;
+    const int64_t h = setup_.shape.hidden, i = setup_.shape.intermediate;
+    const int64_t local = setup_.shape.experts / static_cast<int64_t>(args_.size());
+    for (size_t r = 0; r < args_.size(); ++r) {
+      const cuda::DeviceGuard guard(setup_.devices[r]);
+      LayerWeights& w = args_[r].weights;
+      const auto make = [&](const ConstStack& from, int64_t rows, int64_t columns, ConstStack& to,
+                            ConstStack& to_backward) {
+        const auto data = [&](ConstStack& stack) {
+          if (stack.data == nullptr) {
+            stack = {memory_[r]->take<bf16>(local * rows * columns), rows * columns, columns};
+          }
+          return const_cast<void*>(stack.data);
+        };
+        cuda::round_weights(setup_.options.precision, from, local, rows, columns, data(to),
+                            data(to_backward), nullptr);
+      };
+      make(w.gate, i, h, w.rounded.gate, w.rounded.gate_backward);
+      make(w.up, i, h, w.rounded.up, w.rounded.up_backward);
+      make(w.down, h, i, w.rounded.down, w.rounded.down_backward);
+      cuda::check(cudaDeviceSynchronize(), "weights");
+    }
+  }
 
   void enqueue() { workspace_->forward(args_, streams_); }
 

@@ -90,6 +90,7 @@ TEST_P(Convert, WeightsHaveTheHostsBits) {
                                            {1, 1, 1, 1},
                                            {2, 130, 95, 97},
                                            {1, 33, 513, 520},
+                                           {2, 96, 160, 168},
                                            {1, 1024, 1024, 1024}}) {
     const int64_t apart = s.rows * s.row_stride + 16, size = s.rows * s.columns;
     const std::vector<bf16> x = values(s.count * apart);
@@ -135,6 +136,23 @@ TEST_P(Convert, WeightsHaveTheHostsBits) {
       const bf16 turned = wanted_t[e * size + c * s.rows + r];
       ASSERT_TRUE(back[i].bits == wanted[i].bits || (is_nan(back[i]) && is_nan(wanted[i]))) << i;
       ASSERT_TRUE(back_t[i].bits == turned.bits || (is_nan(back_t[i]) && is_nan(turned))) << i;
+    }
+    if (p != Precision::mxfp8 || s.rows % 32 != 0 || s.columns % 32 != 0) continue;
+    for (const int forms : {1, 2, 3}) {  // there and back in one
+      const Buffer<bf16> rows(s.count * size), columns(s.count * size);
+      cuda::round_weights(p, stack, s.count, s.rows, s.columns, forms & 1 ? rows.data() : nullptr,
+                          forms & 2 ? columns.data() : nullptr, nullptr);
+      const std::vector<bf16> along[] = {rows.host(), columns.host()};
+      for (int64_t i = 0; i < s.count * size; ++i) {
+        const bf16 expected[] = {back[i], back_t[i]};
+        for (int form = 0; form < 2; ++form) {
+          if ((forms >> form & 1) == 0) continue;
+          const bf16 got = along[form][i];
+          ASSERT_TRUE(got.bits == expected[form].bits || (is_nan(got) && is_nan(expected[form])))
+              << "form " << form << ", element " << i << ": " << got.bits << ", not "
+              << expected[form].bits;
+        }
+      }
     }
   }
 }
@@ -198,6 +216,12 @@ TEST_P(Convert, Speed) {
   };
   const auto bytes = static_cast<double>(n);
   const std::string of = name(p);
+  if (p == Precision::mxfp8) {
+    const Buffer<bf16> other(n);
+    report("mxfp8 weights rounded, both forms", 6 * bytes, [&] {
+      cuda::round_weights(p, stack, count, rows, columns, out.data(), other.data(), nullptr);
+    });
+  }
   report((of + " weights, both forms").c_str(), 4 * bytes,
          [&] { quantize({d.data(), sc.data(), dt.data(), st.data()}); });
   report((of + " weights, normal").c_str(), 3 * bytes,

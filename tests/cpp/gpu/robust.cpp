@@ -12,6 +12,9 @@ namespace {
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
+class GpuRobust : public InBothPrecisions {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuRobust, both_precisions(), precision_name);
+
 void repeat_under_load(LayerSetup setup) {
   GpuLayer layer(setup);
   const Stream stream;
@@ -32,16 +35,16 @@ void repeat_under_load(LayerSetup setup) {
   EXPECT_EQ(different, 0) << "of 100";
 }
 
-TEST(GpuRobust, hundred_repeats_under_load) { repeat_under_load(virtual_ranks({500, 340})); }
+TEST_P(GpuRobust, hundred_repeats_under_load) { repeat_under_load(virtual_ranks({500, 340})); }
 
-TEST(GpuRobust, hundred_repeats_under_load_with_ring_refills) {
+TEST_P(GpuRobust, hundred_repeats_under_load_with_ring_refills) {
   LayerSetup s = virtual_ranks({840});
   s.options.workspace.ring_rows = 512;
   s.options.workspace.minibatch_rows = 128;
   repeat_under_load(s);
 }
 
-TEST(GpuRobust, scales_of_x) {
+TEST_P(GpuRobust, scales_of_x) {
   GpuLayer layer(virtual_ranks({200, 133}));
   const TokenInputs original = TokenInputs::of(layer);
   for (const double scale : {0x1p-8, 1.0, 0x1p+6}) {
@@ -57,7 +60,7 @@ TEST(GpuRobust, scales_of_x) {
   }
 }
 
-TEST(GpuRobust, nan_stays_in_its_token) {
+TEST_P(GpuRobust, nan_stays_in_its_token) {
   GpuLayer layer(virtual_ranks({200, 133}));
   const int64_t h = layer.setup().shape.hidden;
   const auto good = layer.forward();
@@ -77,7 +80,7 @@ TEST(GpuRobust, nan_stays_in_its_token) {
 }
 
 // Every buffer inside is full of NaN after the first call: none may come through.
-TEST(GpuRobust, nothing_stays_from_a_call_full_of_nan) {
+TEST_P(GpuRobust, nothing_stays_from_a_call_full_of_nan) {
   for (const int64_t ring : {0, 512}) {
     LayerSetup s = virtual_ranks({200, 133});
     s.options.workspace.ring_rows = ring;
@@ -96,7 +99,7 @@ TEST(GpuRobust, nothing_stays_from_a_call_full_of_nan) {
   }
 }
 
-TEST(GpuRobust, inf_in_a_weight_stays_in_its_expert) {
+TEST_P(GpuRobust, inf_in_a_weight_stays_in_its_expert) {
   GpuLayer layer(virtual_ranks({200, 133}));
   const LayerShape& s = layer.setup().shape;
   const TokenInputs in = TokenInputs::of(layer);
@@ -114,6 +117,7 @@ TEST(GpuRobust, inf_in_a_weight_stays_in_its_expert) {
     auto* to = static_cast<bf16*>(const_cast<void*>(w->data)) + 2 * w->expert_stride;
     cuda::check(cudaMemcpy(to, &inf, sizeof(inf), cudaMemcpyDefault), "weight");
   }
+  layer.refresh_weights();
   const auto y = layer.forward();
   int touched = 0;
   for (int64_t t = 0; t < layer.tokens(); ++t) {
@@ -129,7 +133,7 @@ TEST(GpuRobust, inf_in_a_weight_stays_in_its_expert) {
   EXPECT_GT(touched, 0);
 }
 
-TEST(GpuRobust, a_slot_that_routes_nowhere_adds_nothing) {
+TEST_P(GpuRobust, a_slot_that_routes_nowhere_adds_nothing) {
   GpuLayer layer(virtual_ranks({200, 133}));
   const int topk = layer.setup().shape.topk;
   // The rows that peers return for these slots hold NaN from this call on.
@@ -151,7 +155,7 @@ TEST(GpuRobust, a_slot_that_routes_nowhere_adds_nothing) {
   expect_close(layer.forward(), oracle);
 }
 
-TEST(GpuRobust, no_slot_at_all_gives_plus_zero) {
+TEST_P(GpuRobust, no_slot_at_all_gives_plus_zero) {
   LayerSetup s = virtual_ranks({100, 33});
   s.shape.shared_intermediate = 0;
   s.shape.shared_gate = false;
@@ -160,7 +164,7 @@ TEST(GpuRobust, no_slot_at_all_gives_plus_zero) {
 }
 
 // Each slot counts, in slot order; a token is fetched once and stored to several rows of an expert.
-TEST(GpuRobust, an_expert_several_times_in_a_token) {
+TEST_P(GpuRobust, an_expert_several_times_in_a_token) {
   std::vector<std::vector<bf16>> results;
   for (const auto& tokens : {std::vector<int64_t>{333}, {200, 133}, {0, 300, 33}}) {
     GpuLayer layer(virtual_ranks(tokens));
@@ -182,7 +186,7 @@ TEST(GpuRobust, an_expert_several_times_in_a_token) {
 }
 
 // Calls on two streams and nothing between them: the second comes after the first.
-TEST(GpuRobust, calls_on_two_streams_are_ordered) {
+TEST_P(GpuRobust, calls_on_two_streams_are_ordered) {
   GpuLayer layer(virtual_ranks({500, 340}));
   const Stream one, two;
   const auto expected = one.forward(layer);

@@ -128,6 +128,10 @@ TEST_P(Quantized, ARowOnTheWireIsHalfAsLong) {
   for (const plan::Buffer b : {plan::Buffer::staged_x, plan::Buffer::staged_d_y}) {
     EXPECT_EQ(wide.bytes[static_cast<int>(b)], 100 * 8192);
     EXPECT_EQ(narrow.bytes[static_cast<int>(b)], 100 * row);
+    plan::Geometry alone = plan::workspace_geometry(shape, 1, options, p);
+    EXPECT_EQ(plan::make_layout(alone, 2, 4).bytes[static_cast<int>(b)], 0);
+    alone.own_staged = true;
+    EXPECT_EQ(plan::make_layout(alone, 2, 4).bytes[static_cast<int>(b)], 100 * row);
   }
   plan::Geometry odd = plan::workspace_geometry(shape, 2, options, p);
   odd.hidden = 33;  // codes and scales both padded to 16

@@ -32,22 +32,25 @@ def mine(p, rank, splits):
     return moved(part(p, rank, splits), here(rank))
 
 
-def repeat(rank, problems_, splits_):
-    results = [run(mine(p, rank, s)) for p, s in zip(problems_, splits_, strict=True)]
+def repeat(rank, problems_, splits_, precision):
+    results = [
+        run(mine(p, rank, s), precision=precision) for p, s in zip(problems_, splits_, strict=True)
+    ]
     mok.synchronize()
     return moved(results, "cpu")
 
 
-def test_same_bits_as_one_rank_with_any_number_of_tokens(two):
+@pytest.mark.parametrize("precision", [None, "mxfp8"])
+def test_same_bits_as_one_rank_with_any_number_of_tokens(two, precision):
     splits = [(10, 27), (0, 37), (37, 0), (300, 212), (0, 0), (1, 0)]
     ps = [
         gpu_problem(30 + i, "cpu", tokens=sum(s), shared=64, shared_gate=True)
         for i, s in enumerate(splits)
     ]
-    results = two.run(repeat, ps, splits, max_tokens=300)
+    results = two.run(repeat, ps, splits, precision, max_tokens=300)
     for i, p in enumerate(ps):
         together = whole([r[i] for r in results])
-        alone = moved(run(moved(p, here(0))), "cpu")
+        alone = moved(run(moved(p, here(0)), precision=precision), "cpu")
         assert_same_bits(together, alone, only=ROUTED)
         for (name, a), (_, b) in zip(flat(together)[6:], flat(alone)[6:], strict=True):
             assert error(a, b) < TOLERANCE[torch.bfloat16], name
