@@ -281,10 +281,10 @@ class CommunicationWarp {
   }
 
   // Whole warp. Codes -> bf16, in the buffers of the first `pieces` lanes; `bytes`: of the lane's
-  // piece. Front to back, 256 codes a step: every lane has read a step's codes before any writes
+  // piece. Front to back, 512 codes a step: every lane has read a step's codes before any writes
   // what they become, which ends before the next step's codes begin.
   __device__ void expand(int32_t bytes, int pieces) {
-    constexpr int kOwn = 8;  // codes of a lane; they have one scale
+    constexpr int kOwn = 16;  // codes of a lane; they have one scale
 #pragma unroll 1
     for (int piece = 0; piece < pieces; ++piece) {
       const uint32_t phase = __shfl_sync(~0u, phase_, piece);
@@ -295,16 +295,17 @@ class CommunicationWarp {
       for (int first = 0; first < elements; first += kWarp * kOwn) {
         const int at = first + static_cast<int>(lane_) * kOwn;
         const bool here = at < elements;
-        uint2 codes{};
+        uint4 codes{};
         float scale = 0;
         if (here) {
-          codes = *reinterpret_cast<const uint2*>(codes_of(piece) + at);
+          codes = *reinterpret_cast<const uint4*>(codes_of(piece) + at);
           scale = mx_scale_of(shared_.scales[piece][at / numerics::kMxBlock]);
         }
         __syncwarp();
         if (here) {
-          *reinterpret_cast<uint4*>(shared_.buffer[piece] + at * 2) =
-              mx_dequantize_eight(codes.x, codes.y, scale);
+          auto* to = reinterpret_cast<uint4*>(shared_.buffer[piece] + at * 2);
+          to[0] = mx_dequantize_eight(codes.x, codes.y, scale);
+          to[1] = mx_dequantize_eight(codes.z, codes.w, scale);
         }
       }
     }

@@ -163,7 +163,7 @@ class TileLoader {
   template <bool kTall>
   __device__ __forceinline__ void load_tall(const Product& product, ptx::Mbarrier* full, int k,
                                             int row) {
-    if constexpr (kTall) {
+    if constexpr (kTall && Products::kHasShortMaps) {
       ptx::load_tensor(tall_->a[stage_.slot()], &products_.short_map[product.a_short], full, k,
                        row + kTileM, 0);
     }

@@ -134,7 +134,7 @@ def test_the_layer_rounds_again_when_a_parameter_changed(layout):
 def grads_of(layer, x, function=None):
     layer.zero_grad()
     x = x.clone().requires_grad_()
-    y = (function or layer)(x)
+    y = (layer if function is None else function)(x)
     y.float().square().sum().backward()
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
 
