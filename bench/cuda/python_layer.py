@@ -5,7 +5,8 @@
 GPU: medians of forward and backward (bf16 gradients of everything), enqueued one after another,
 taken before and after the program's; the middle of both counts. Calls are many, because a card that
 was idle runs faster at first.
-Host: medians of what a call of mok.moe and of backward takes until it returns, at few tokens.
+Host: medians of what a call of mok.moe and of backward takes until it returns, at few tokens, and
+of an autograd.Function with as many tensors that does nothing: PyTorch's own part.
 """
 
 import argparse
@@ -72,11 +73,29 @@ def gpu_ms(name, tokens):
     return forward, backward
 
 
-def host_us(name, tokens=64, repeat=200):
-    """(forward without and with gradients, backward) until the call returns."""
+class Nothing(torch.autograd.Function):
+    """Takes and saves what the layer does; every gradient is there already."""
+
+    @staticmethod
+    def forward(ctx, y, grads, *arguments):
+        ctx.save_for_backward(*arguments)
+        ctx.grads = grads
+        ctx.set_materialize_grads(False)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        assert len(ctx.saved_tensors) > 0
+        return (None, None, *ctx.grads)
+
+
+def host_us(name, tokens=64, repeat=300):
+    """(forward without and with gradients, backward, forward and backward of nothing)."""
     weights, ((x, ids, topk_weights, d_y),) = tensors(name, tokens, sets=1)
     leaves = [x, topk_weights, *weights]
-    times = [[], [], []]
+    ready = [torch.zeros_like(t) for t in leaves]
+    grads = (ready[0], None, *ready[1:])
+    times = [[], [], [], [], []]
     for i in range(repeat):
         if i % 10 == 0:
             torch.cuda.synchronize()
@@ -88,8 +107,15 @@ def host_us(name, tokens=64, repeat=200):
         y = mok.moe(x, ids, topk_weights, *weights)
         middle = time.perf_counter()
         torch.autograd.grad(y, leaves, d_y)
+        end = time.perf_counter()
         times[1].append(middle - begin)
-        times[2].append(time.perf_counter() - middle)
+        times[2].append(end - middle)
+        begin = time.perf_counter()
+        y = Nothing.apply(d_y, grads, x, ids, topk_weights, *weights)
+        middle = time.perf_counter()
+        torch.autograd.grad(y, leaves, d_y)
+        times[3].append(middle - begin)
+        times[4].append(time.perf_counter() - middle)
     return [1e6 * statistics.median(t[20:]) for t in times]
 
 
@@ -121,9 +147,9 @@ def main():
         if theirs:
             line += f"; program {theirs[0]:.3f} and {theirs[1]:.3f} ms"
             line += f", Python {(sum(before) + sum(after)) / 2 / sum(theirs) - 1:+.1%}"
-        bare, kept, back = host_us(name)
-        print(f"{line}; host {bare:.0f} us forward, {kept:.0f} with gradients, {back:.0f} backward",
-              flush=True)  # fmt: skip
+        bare, kept, back, *nothing = host_us(name)
+        line += f"; host {bare:.0f} us forward, {kept:.0f} with gradients, {back:.0f} backward"
+        print(f"{line}; a Function of nothing {nothing[0]:.0f} and {nothing[1]:.0f}", flush=True)
         group.close()
         torch.cuda.empty_cache()
 

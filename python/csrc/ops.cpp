@@ -1,6 +1,7 @@
 // The PyTorch operators, in LibTorch's stable ABI. python/mok/ops.py holds the fake kernels, which
 // repeat the shapes of the outputs, and python/mok/autograd.py the autograd formula.
-// An output that is not wanted has shape [0].
+// A gradient that is not wanted is None; of backward_accumulate, whose outputs torch.compile wants
+// to be tensors, one of shape [0].
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
@@ -78,36 +79,56 @@ int64_t hash_ids(const void* ids, IdType type, int64_t count) {
   return type == IdType::int64 ? hash_ids<int64_t>(ids, count) : hash_ids<int32_t>(ids, count);
 }
 
-// What backward compares its topk_ids with. On a GPU it has no value: the host would have to wait
-// for the ids.
+// What backward compares its topk_ids with. Empty on a GPU: the host would have to wait for the
+// ids.
 Tensor routing_hash(Tensor topk_ids) {
   const ScalarType type = topk_ids.scalar_type();
   if (type != ScalarType::Long && type != ScalarType::Int) {
     throw std::invalid_argument("mok: topk_ids: neither int32 nor int64");
   }
+  if (!topk_ids.is_cpu()) return empty(topk_ids, {0}, ScalarType::Long);
   Tensor hash = empty(topk_ids, {1}, ScalarType::Long);
-  if (topk_ids.is_cpu()) {
-    Arguments views;
-    *static_cast<int64_t*>(hash.mutable_data_ptr()) =
-        hash_ids(views.contiguous(topk_ids), id_type(topk_ids), topk_ids.numel());
-  }
+  Arguments views;
+  *static_cast<int64_t*>(hash.mutable_data_ptr()) =
+      hash_ids(views.contiguous(topk_ids), id_type(topk_ids), topk_ids.numel());
   return hash;
 }
 
-// What forward keeps, in the order of the operators.
-using SavedTensors = std::array<Tensor, 5>;
-
-Saved kept_rows(const SavedTensors& t, const Sizes& s) {
-  Saved saved;
-  saved.gate = data(t[0]);
-  saved.up = data(t[1]);
-  if (s.shared > 0) {
-    saved.shared_gate = data(t[2]);
-    saved.shared_up = data(t[3]);
+// What forward keeps, one part after the other in one tensor, because each tensor costs the host
+// microseconds: gate, up [saved_rows, I]; of the shared expert gate, up [T, I_s], and of one with a
+// gate the output [T, H].
+class SavedParts {
+ public:
+  // rows: saved_rows; 0 = nothing is kept.
+  SavedParts(const Sizes& s, int64_t rows, int64_t tokens) {
+    const int64_t kept = rows > 0 ? tokens : 0;
+    const int64_t parts[kParts] = {rows * s.intermediate, rows * s.intermediate, kept * s.shared,
+                                   kept * s.shared, s.shared_gate ? kept * s.hidden : 0};
+    for (int i = 0; i < kParts; ++i) {
+      begin_[i + 1] = begin_[i] + (parts[i] + kAlignment - 1) / kAlignment * kAlignment;
+    }
   }
-  if (s.shared_gate) saved.shared_out = data(t[4]);
-  return saved;
-}
+  int64_t elements() const { return begin_[kParts]; }
+  // `t` has so many elements, at least one.
+  Saved in(const Tensor& t, const Sizes& s) const {
+    auto* first = static_cast<std::byte*>(t.mutable_data_ptr());
+    const auto at = [&](int i) { return first + begin_[i] * element_size(s.precision); };
+    Saved saved;
+    saved.gate = at(0);
+    saved.up = at(1);
+    if (s.shared > 0) {
+      saved.shared_gate = at(2);
+      saved.shared_up = at(3);
+    }
+    if (s.shared_gate) saved.shared_out = at(4);
+    return saved;
+  }
+
+ private:
+  static constexpr int kParts = 5;
+  static constexpr int64_t kAlignment = 64;  // elements; as python/mok/ops.py
+  int64_t begin_[kParts + 1] = {};
+};
 
 // ---- forward ---------------------------------------------------------------------------------
 
@@ -119,16 +140,16 @@ constexpr const char* kForwardSchema =
     "Tensor? main_gate, Tensor? main_up, Tensor? main_down, Tensor? main_shared_gate, "
     "Tensor? main_shared_up, Tensor? main_shared_down, Tensor? main_shared_gate_vector, "
     "int workspace, int saved_rows, int layout, Tensor[] quantized) -> (Tensor y, "
-    "Tensor routing_hash, "
-    "Tensor saved_gate, Tensor saved_up, Tensor saved_shared_gate, Tensor saved_shared_up, "
-    "Tensor saved_shared_out)";
+    "Tensor routing_hash, Tensor saved)";
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, OptionalTensor up, Tensor down,
-    OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
-    OptionalTensor gate_vector, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-    OptionalTensor, OptionalTensor, OptionalTensor, int64_t workspace, int64_t saved_rows,
-    int64_t layout, std::vector<Tensor> quantized) {
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor topk_ids, Tensor topk_weights,
+                                           Tensor gate, OptionalTensor up, Tensor down,
+                                           OptionalTensor shared_gate, OptionalTensor shared_up,
+                                           OptionalTensor shared_down, OptionalTensor gate_vector,
+                                           OptionalTensor, OptionalTensor, OptionalTensor,
+                                           OptionalTensor, OptionalTensor, OptionalTensor,
+                                           OptionalTensor, int64_t workspace, int64_t saved_rows,
+                                           int64_t layout, std::vector<Tensor> quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     const Weights weights{gate, up, down, shared_gate, shared_up, shared_down, gate_vector};
@@ -144,18 +165,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     args.weights = views.weights(weights, layout, s);
     views.quantized_forward(quantized, s, args.weights);
 
-    const int64_t kept = saved_rows > 0 ? args.tokens : 0;
+    const SavedParts parts(s, saved_rows, args.tokens);
     Tensor y = empty(x, {args.tokens, s.hidden}, s.type);
     Tensor hash = routing_hash(topk_ids);
-    Tensor saved_gate = empty(x, {saved_rows, s.intermediate}, s.type);
-    Tensor saved_up = empty(x, {saved_rows, s.intermediate}, s.type);
-    Tensor saved_shared_gate = empty(x, {kept, s.shared}, s.type);
-    Tensor saved_shared_up = empty(x, {kept, s.shared}, s.type);
-    Tensor saved_shared_out = empty(x, {s.shared_gate ? kept : 0, s.hidden}, s.type);
-    if (saved_rows > 0) {
-      args.saved = kept_rows(
-          {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out}, s);
-    }
+    Tensor saved = empty(x, {parts.elements()}, s.type);
+    if (saved_rows > 0) args.saved = parts.in(saved, s);
     args.y = {data(y), s.hidden};
 
     const std::lock_guard lock(entry.mutex);
@@ -166,8 +180,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     }
     reached_core = true;
     entry.forward(args);
-    return std::tuple(y, hash, saved_gate, saved_up, saved_shared_gate, saved_shared_up,
-                      saved_shared_out);
+    return std::tuple(y, hash, saved);
   });
 }
 
@@ -177,25 +190,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
 constexpr int64_t kNeedX = 1, kNeedTopkWeights = 2;
 constexpr int kFirstWeightBit = 2;
 
-using Gradients =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// In the order of these bits.
+using Gradients = std::array<OptionalTensor, kFirstWeightBit + kWeights>;
 
-std::string backward_schema(const std::string& name, const std::string& more_arguments) {
+// Calls make(gradient of bit 0), ... and returns the results as the tuple that an operator returns.
+template <size_t... kBit, class Make>
+auto outputs(std::index_sequence<kBit...>, const Make& make) {
+  return std::tuple(make(kBit)...);
+}
+template <class Make>
+auto outputs(const Make& make) {
+  return outputs(std::make_index_sequence<std::tuple_size_v<Gradients>>(), make);
+}
+
+std::string backward_schema(const std::string& name, const std::string& more_arguments,
+                            const std::string& tensor) {
+  const char* const gradients[] = {"d_x",         "d_topk_weights", "d_gate",
+                                   "d_up",        "d_down",         "d_shared_gate",
+                                   "d_shared_up", "d_shared_down",  "d_shared_gate_vector"};
+  std::string returned;
+  for (const char* gradient : gradients) {
+    returned += (returned.empty() ? "" : ", ") + tensor + " " + gradient;
+  }
   return name +
          "(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, "
          "Tensor? w_up, Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, "
          "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor routing_hash, "
-         "Tensor saved_gate, Tensor saved_up, Tensor saved_shared_gate, Tensor saved_shared_up, "
-         "Tensor saved_shared_out, int workspace, int layout, int needs, "
+         "Tensor saved, int workspace, int layout, int needs, "
          "Tensor[] quantized" +
-         more_arguments +
-         ") -> (Tensor d_x, Tensor d_topk_weights, Tensor d_gate, Tensor d_up, Tensor d_down, "
-         "Tensor d_shared_gate, Tensor d_shared_up, Tensor d_shared_down, "
-         "Tensor d_shared_gate_vector)";
+         more_arguments + ") -> (" + returned + ")";
 }
 
-// Of backward_accumulate: the gradient of a weight with a main_grad is added there, and the output
-// has shape [0].
+// Of backward_accumulate: the gradient of a weight with a main_grad is added there, not returned.
 constexpr const char* kMainGrads =
     ", Tensor(a!)? main_gate, Tensor(b!)? main_up, Tensor(c!)? main_down, "
     "Tensor(d!)? main_shared_gate, Tensor(e!)? main_shared_up, Tensor(f!)? main_shared_down, "
@@ -219,7 +245,7 @@ void check_main_grad(const std::string& name, const Tensor& main_grad, const Ten
 
 // Where the weights' gradients go: into new tensors, or into main_grads, or nowhere.
 struct WeightGradients {
-  std::array<Tensor, kWeights> out;
+  std::array<OptionalTensor, kWeights> out;
   std::array<GradMode, kWeights> mode{};
   std::array<const Tensor*, kWeights> target{};
 
@@ -235,10 +261,8 @@ struct WeightGradients {
         const auto sizes = weights[i]->sizes();
         out[i] = empty(like, sizes.data(), sizes.size(), s.type);
         mode[i] = GradMode::storage;
-        target[i] = &out[i];
-        continue;
+        target[i] = &*out[i];
       }
-      out[i] = empty(like, {0}, s.type);
     }
   }
   WeightGradients(const WeightGradients&) = delete;  // `target` points into `out`
@@ -256,8 +280,8 @@ struct WeightGradients {
 
 Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tensor& x,
                         const Tensor& topk_ids, const Tensor& topk_weights, const Weights& weights,
-                        const Tensor& hash, const SavedTensors& saved, int64_t workspace,
-                        int64_t layout, int64_t needs, const std::vector<Tensor>& quantized) {
+                        const Tensor& hash, const Tensor& saved, int64_t workspace, int64_t layout,
+                        int64_t needs, const std::vector<Tensor>& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     Arguments views;
@@ -265,7 +289,7 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     args.tokens = check_tokens(x, topk_ids, topk_weights, s);
     check_weights(weights, layout, s);
     check("d_y", d_y, {args.tokens, s.hidden}, s.type, s.device);
-    check("routing_hash", hash, {1}, ScalarType::Long, s.device);
+    check("routing_hash", hash, {s.device == kCpu ? 1 : 0}, ScalarType::Long, s.device);
     args.x = views.matrix(x);
     args.d_y = views.matrix(d_y);
     args.topk_ids = views.contiguous(topk_ids);
@@ -281,11 +305,15 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     }
 
     const bool want_x = (needs & kNeedX) != 0, want_weights = (needs & kNeedTopkWeights) != 0;
-    Tensor d_x = want_x ? empty(x, {args.tokens, s.hidden}, s.type) : empty(x, {0}, s.type);
-    Tensor d_topk_weights =
-        want_weights ? empty(x, {args.tokens, s.topk}, s.sum_type) : empty(x, {0}, s.sum_type);
-    if (want_x) args.d_x = {data(d_x), s.hidden};
-    if (want_weights) args.d_topk_weights = data(d_topk_weights);
+    OptionalTensor d_x, d_topk_weights;
+    if (want_x) {
+      d_x = empty(x, {args.tokens, s.hidden}, s.type);
+      args.d_x = {data(*d_x), s.hidden};
+    }
+    if (want_weights) {
+      d_topk_weights = empty(x, {args.tokens, s.topk}, s.sum_type);
+      args.d_topk_weights = data(*d_topk_weights);
+    }
     const WeightGradients grads(weights, main_grads, needs, s, x);
     args.d_gate = grads.stack(w_gate);
     if (layout == split) {
@@ -303,20 +331,11 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     args.d_shared_gate_vector = grads.matrix(shared_gate_vector);
 
     const std::lock_guard lock(entry.mutex);
-    const int64_t rows = saved[0].size(0);
-    check("saved_gate", saved[0], {rows, s.intermediate}, s.type, s.device);
-    check("saved_up", saved[1], {rows, s.intermediate}, s.type, s.device);
-    if (rows > 0) {
-      if (rows != entry.options().saved_rows) {
-        refuse(ErrorCode::bad_argument, "saved_gate: " + std::to_string(rows) +
-                                            " rows, but the workspace keeps " +
-                                            std::to_string(entry.options().saved_rows));
-      }
-      check("saved_shared_gate", saved[2], {args.tokens, s.shared}, s.type, s.device);
-      check("saved_shared_up", saved[3], {args.tokens, s.shared}, s.type, s.device);
-      check("saved_shared_out", saved[4], {s.shared_gate ? args.tokens : 0, s.hidden}, s.type,
-            s.device);
-      args.saved = kept_rows(saved, s);
+    if (saved.numel() > 0) {
+      const SavedParts parts(s, entry.options().saved_rows, args.tokens);
+      check("saved", saved, {parts.elements()}, s.type, s.device);
+      if (!saved.is_contiguous()) refuse(ErrorCode::bad_argument, "saved: not contiguous");
+      args.saved = parts.in(saved, s);
     }
     reached_core = true;
     entry.backward(args);
@@ -325,36 +344,37 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
   });
 }
 
-Gradients backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
-                   OptionalTensor up, Tensor down, OptionalTensor shared_gate,
-                   OptionalTensor shared_up, OptionalTensor shared_down, OptionalTensor gate_vector,
-                   Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
-                   Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out,
-                   int64_t workspace, int64_t layout, int64_t needs,
-                   std::vector<Tensor> quantized) {
-  return differentiate({}, d_y, x, topk_ids, topk_weights,
-                       {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
-                       routing_hash,
-                       {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out},
-                       workspace, layout, needs, quantized);
+auto backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
+              OptionalTensor up, Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
+              OptionalTensor shared_down, OptionalTensor gate_vector, Tensor routing_hash,
+              Tensor saved, int64_t workspace, int64_t layout, int64_t needs,
+              std::vector<Tensor> quantized) {
+  const Gradients grads =
+      differentiate({}, d_y, x, topk_ids, topk_weights,
+                    {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
+                    routing_hash, saved, workspace, layout, needs, quantized);
+  return outputs([&](size_t i) { return grads[i]; });
 }
 
-Gradients backward_accumulate(
-    Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, OptionalTensor up,
-    Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up, OptionalTensor shared_down,
-    OptionalTensor gate_vector, Tensor routing_hash, Tensor saved_gate, Tensor saved_up,
-    Tensor saved_shared_gate, Tensor saved_shared_up, Tensor saved_shared_out, int64_t workspace,
-    int64_t layout, int64_t needs, std::vector<Tensor> quantized, OptionalTensor main_gate,
-    OptionalTensor main_up, OptionalTensor main_down, OptionalTensor main_shared_gate,
-    OptionalTensor main_shared_up, OptionalTensor main_shared_down,
-    OptionalTensor main_gate_vector) {
-  return differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
-                        main_shared_down, main_gate_vector},
-                       d_y, x, topk_ids, topk_weights,
-                       {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
-                       routing_hash,
-                       {saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out},
-                       workspace, layout, needs, quantized);
+auto backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
+                         OptionalTensor up, Tensor down, OptionalTensor shared_gate,
+                         OptionalTensor shared_up, OptionalTensor shared_down,
+                         OptionalTensor gate_vector, Tensor routing_hash, Tensor saved,
+                         int64_t workspace, int64_t layout, int64_t needs,
+                         std::vector<Tensor> quantized, OptionalTensor main_gate,
+                         OptionalTensor main_up, OptionalTensor main_down,
+                         OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
+                         OptionalTensor main_shared_down, OptionalTensor main_gate_vector) {
+  const Gradients grads =
+      differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
+                     main_shared_down, main_gate_vector},
+                    d_y, x, topk_ids, topk_weights,
+                    {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
+                    routing_hash, saved, workspace, layout, needs, quantized);
+  return outputs([&](size_t i) {
+    return grads[i] ? *grads[i]
+                    : empty(x, {0}, i == 1 ? topk_weights.scalar_type() : x.scalar_type());
+  });
 }
 
 }  // namespace
@@ -362,8 +382,8 @@ Gradients backward_accumulate(
 STABLE_TORCH_LIBRARY(mok, m) {
   m.def("routing_hash(Tensor topk_ids) -> Tensor");
   m.def(kForwardSchema);
-  m.def(backward_schema("backward", "").c_str());
-  m.def(backward_schema("backward_accumulate", kMainGrads).c_str());
+  m.def(backward_schema("backward", "", "Tensor?").c_str());
+  m.def(backward_schema("backward_accumulate", kMainGrads, "Tensor").c_str());
 }
 
 // The workspace knows its executor.

@@ -1,5 +1,6 @@
 """The layer as a differentiable function of tensors."""
 
+import functools
 import sys
 
 import torch
@@ -27,37 +28,43 @@ WEIGHT_NAMES = (
     "shared_gate_vector",
 )
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_NO_MAIN_GRADS = (None,) * 7
+_FORWARD = torch.ops.mok.forward.default
+_BACKWARD = torch.ops.mok.backward.default
+_BACKWARD_ACCUMULATE = torch.ops.mok.backward_accumulate.default
 
 
 # ---- the formula -----------------------------------------------------------------------------
 
 
+@functools.cache
+def _bits(wanted: tuple[bool, ...]) -> int:
+    return sum(want << bit for bit, want in enumerate(wanted))
+
+
 def _gradients(ctx, d_y, tensors, wanted):
     """(d_x, d_topk_weights, seven of weights); None where not `wanted` or added to a main_grad.
 
-    tensors: the ten arguments, five saved ones, and the quantised weights, if any.
+    tensors: the ten arguments, what forward saved, and the quantised weights, if any.
     """
-    arguments, saved, quantized = tensors[:10], tensors[10:15], tensors[15:]
+    arguments, saved, quantized = tensors[:10], tensors[10], tensors[11:]
     main_grads = ctx.main_grads
     if d_y is None:  # the peers wait for this rank's part all the same
         d_y = torch.zeros_like(arguments[0])
-    needs = 0
-    for bit, want in enumerate(wanted):
-        needs |= want << bit
     operands = (
-        d_y, *arguments, ctx.routing_hash, *saved, ctx.workspace, ctx.layout, needs,
-        for_backward(quantized),
+        d_y, *arguments, ctx.routing_hash, saved, ctx.workspace, ctx.layout, _bits(wanted),
+        for_backward(quantized) if quantized else [],
     )  # fmt: skip
-    if main_grads != (None,) * 7:
+    if any([main_grad is not None for main_grad in main_grads]):
         if torch.is_grad_enabled():  # create_graph=True
             _no_second_derivative()
-        grads = torch.ops.mok.backward_accumulate.default(*operands, *main_grads)
+        grads = _BACKWARD_ACCUMULATE(*operands, *main_grads)
         wanted = (*wanted[:2], *(w and m is None for w, m in zip(wanted[2:], main_grads)))  # noqa: B905
     elif torch.is_grad_enabled():
-        grads = torch.ops.mok.backward.default(*operands)
+        grads = _BACKWARD(*operands)
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            grads = torch.ops.mok.backward.default(*operands)
+            grads = _BACKWARD(*operands)
     return [grad if want else None for grad, want in zip(grads, wanted)]  # noqa: B905
 
 
@@ -65,15 +72,15 @@ def _gradients(ctx, d_y, tensors, wanted):
 def _setup_context(ctx, inputs, output):
     *tensors, workspace, _, layout, quantized = inputs
     arguments, main_grads = tensors[:10], tensors[10:]
-    _, routing_hash, *saved = output
-    ctx.save_for_backward(*arguments, *saved, *quantized)
+    _, routing_hash, saved = output
+    ctx.save_for_backward(*arguments, saved, *quantized)
     # These stay what they were at forward: main_grads may change between forward and backward, and
     # the hash must not be that of a recomputed forward (activation checkpointing).
     ctx.main_grads = tuple(main_grads)
     ctx.routing_hash = routing_hash
     ctx.workspace = workspace
     ctx.layout = layout
-    ctx.mark_non_differentiable(routing_hash, *saved)
+    ctx.mark_non_differentiable(routing_hash, saved)
     ctx.set_materialize_grads(False)  # no zeros for what is not differentiable
 
 
@@ -82,7 +89,7 @@ def _backward(ctx, d_y, *_):
     needs = ctx.needs_input_grad
     wanted = (needs[0], *needs[2:10])  # all but topk_ids
     d_x, *others = _gradients(ctx, d_y, tensors, wanted)
-    return (d_x, None, *others, *(None,) * 10, [None] * len(tensors[15:]))
+    return (d_x, None, *others, *(None,) * 10, [None] * len(tensors[11:]))
 
 
 def _no_second_derivative(*_):
@@ -99,10 +106,10 @@ class _MoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, workspace, saved_rows, layout, main_grads, quantized, *arguments):
         with torch._C._AutoDispatchBelowAutograd():
-            y, ctx.routing_hash, *saved = torch.ops.mok.forward.default(
+            y, ctx.routing_hash, saved = _FORWARD(
                 *arguments, *main_grads, workspace, saved_rows, layout, quantized
             )
-        ctx.save_for_backward(*arguments, *saved, *quantized)
+        ctx.save_for_backward(*arguments, saved, *quantized)
         ctx.main_grads, ctx.workspace, ctx.layout = main_grads, workspace, layout
         ctx.set_materialize_grads(False)
         return y
@@ -163,8 +170,8 @@ def _wrong_weights(weights: tuple, layout: str) -> Exception | None:
     return None
 
 
-def _wrong_tokens(x, topk_ids, topk_weights, w_down, topk: int, group: Group) -> Exception | None:
-    tokens, hidden = x.shape[0], w_down.shape[1]
+def _wrong_tokens(x, topk_weights, topk_ids, w_down, group: Group) -> Exception | None:
+    tokens, hidden, topk = x.shape[0], w_down.shape[1], topk_ids.shape[1]
     dtype, device = w_down.dtype, w_down.device
     wrong = _wrong("x", x, (tokens, hidden), "[T, H]", dtype, device)
     if wrong is None and topk_ids.dtype not in (torch.int32, torch.int64):
@@ -298,6 +305,116 @@ def moe(
             that call with different shapes.
         RuntimeError: a rank failed or did not come in time (it is named).
     """
+    given = (w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector)
+    weights = _locals(given)
+    group = group or default_group()
+    owners = None  # of main_grad
+    if accumulate:
+        owners = accumulate_from or given
+
+    # What was found once is not checked here again: the operator's checks have better speed, if not
+    # better words, which are looked for when it refuses.
+    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    if eager:
+        key, found = _find(weights, x, topk_ids, swiglu_limit, layout, precision, quantized, group)
+        if found is not None:
+            try:
+                return _call(
+                    found, True, x, topk_ids, topk_weights, weights, owners, layout, precision,
+                    quantized,
+                )  # fmt: skip
+            except Exception:
+                wrong = _wrong_call(
+                    x, topk_ids, topk_weights, weights, layout, precision, quantized, group
+                )
+                if wrong is not None:
+                    raise wrong from None
+                raise
+
+    _check_given(x, topk_ids, topk_weights, weights, layout, precision, quantized)
+    capacity = group.capacity(0 if group.max_tokens is not None else x.shape[0])
+    found = _checked_workspace(
+        weights, layout, topk_ids.shape[1], swiglu_limit, capacity, precision, group
+    )
+    wrong = _wrong_tokens(*_under_autocast(x, topk_weights, weights), topk_ids, weights[2], group)
+    if wrong is not None:
+        _refuse(found[0], group, wrong)
+    if eager:
+        group.found[key] = found
+    return _call(
+        found, eager, x, topk_ids, topk_weights, weights, owners, layout, precision, quantized
+    )
+
+
+def _find(weights, x, topk_ids, swiglu_limit, layout, precision, quantized, group: Group):
+    """(key, what was found under it or None); all that decides about a workspace is in the key."""
+    w_down, w_shared_down = weights[2], weights[5]
+    try:
+        capacity = group.max_tokens
+        if capacity is None:
+            capacity = group.capacity(x.shape[0])
+        key = (
+            w_down.shape, topk_ids.shape[1], None if w_shared_down is None else w_shared_down.shape,
+            weights[6] is None, swiglu_limit, layout, precision, type(quantized), w_down.dtype,
+            w_down.device, capacity,
+        )  # fmt: skip
+        return key, group.found.get(key)
+    except (AttributeError, IndexError, TypeError):  # something is wrong, and will be named
+        return None, None
+
+
+def _call(
+    found, eager: bool, x, topk_ids, topk_weights, weights, owners, layout, precision, quantized
+):
+    """The operator, as cheaply as it can be had."""
+    workspace, saved_rows = found
+    x, topk_weights = _under_autocast(x, topk_weights, weights)
+    main_grads = _NO_MAIN_GRADS if owners is None else main_grads_of(owners, weights[2].dtype)
+    fp8 = []
+    if precision in QUANTIZED:
+        fp8 = list(quantized or _quantize_weights(precision, *weights[:3], layout=layout))
+    differentiable = torch.is_grad_enabled() and (
+        x.requires_grad
+        or topk_weights.requires_grad
+        or any([w is not None and w.requires_grad for w in weights])
+    )
+    if eager and differentiable:
+        return _apply(
+            workspace, saved_rows, LAYOUTS[layout], main_grads, fp8, x, topk_ids, topk_weights,
+            *weights,
+        )  # fmt: skip
+    operands = (
+        x, topk_ids, topk_weights, *weights, *main_grads, workspace,
+        saved_rows if differentiable else 0, LAYOUTS[layout], fp8,
+    )  # fmt: skip
+    if eager:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _FORWARD(*operands)[0]
+    return torch.ops.mok.forward(*operands)[0]
+
+
+def _under_autocast(x, topk_weights, weights):
+    w_down = weights[2]
+    if torch.is_autocast_enabled(w_down.device.type):
+        return x.to(w_down.dtype), topk_weights.to(_sum_dtype(w_down.dtype))
+    return x, topk_weights
+
+
+def _wrong_call(
+    x, topk_ids, topk_weights, weights, layout, precision, quantized, group
+) -> Exception | None:
+    """Why the operator may have refused its arguments."""
+    try:
+        _check_given(x, topk_ids, topk_weights, weights, layout, precision, quantized)
+    except (TypeError, ValueError) as wrong:
+        return wrong
+    low = _under_autocast(x, topk_weights, weights)
+    return _wrong_weights(weights, layout) or _wrong_tokens(*low, topk_ids, weights[2], group)
+
+
+def _check_given(x, topk_ids, topk_weights, weights, layout, precision, quantized) -> None:
+    """Raises for what is missing, of a wrong type, or on a device without operators."""
+    _, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector = weights
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is none of {', '.join(LAYOUTS)}")
     if (w_up is None) != (layout != "split"):
@@ -316,17 +433,9 @@ def moe(
     if quantized is not None and not isinstance(quantized, QuantizedWeights | RoundedWeights):
         raise TypeError(f"quantized: {type(quantized).__name__}, expected mok.QuantizedWeights")
 
-    weights = (
-        w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector,
-    )  # fmt: skip
     for name, weight in zip(WEIGHT_NAMES, weights):  # noqa: B905
         if weight is not None and not isinstance(weight, Tensor):
             raise _wrong_tensor(name, weight)
-    main_grads = (None,) * 7
-    if accumulate:
-        main_grads = main_grads_of(accumulate_from or weights, w_down.dtype)
-    weights = _locals(weights)
-    w_down, w_shared_down = weights[2], weights[5]
     wrong = _wrong_tensor("topk_ids", topk_ids) or _wrong_tensor("x", x)
     wrong = wrong or _wrong_tensor("topk_weights", topk_weights)
     if wrong is not None:
@@ -335,67 +444,7 @@ def moe(
         raise ValueError(f"topk_ids: shape {list(topk_ids.shape)}, expected [T, K]")
     if x.dim() != 2:
         raise ValueError(f"x: shape {list(x.shape)}, expected [T, H]")
-    group = group or default_group()
-    dtype, device = w_down.dtype, w_down.device
-    _library.check_device("w_down", device)
-    capacity = group.capacity(0 if group.max_tokens is not None else x.shape[0])
-    topk = topk_ids.shape[1]
-    if torch.is_autocast_enabled(device.type):
-        x = x.to(dtype)
-        topk_weights = topk_weights.to(_sum_dtype(dtype))
-
-    # What was found once needs no checks in Python but of devices, by which the operator is chosen:
-    # its own checks have better speed, if not better words.
-    key = found = None
-    if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
-        key = (
-            w_down.shape, topk, None if no_shared else w_shared_down.shape,
-            shared_gate_vector is None, swiglu_limit, dtype, capacity, device, precision,
-        )  # fmt: skip
-        one_device = all(
-            [t is None or t.device == device for t in (x, topk_ids, topk_weights, *weights)]
-        )
-        found = group.found.get(key) if one_device else None
-    if found is None:
-        found = _checked_workspace(weights, layout, topk, swiglu_limit, capacity, precision, group)
-        wrong = _wrong_tokens(x, topk_ids, topk_weights, w_down, topk, group)
-        if wrong is not None:
-            _refuse(found[0], group, wrong)
-        if key is not None:
-            group.found[key] = found
-    workspace, saved_rows = found
-    fp8 = []
-    if precision in QUANTIZED:
-        fp8 = list(quantized or _quantize_weights(precision, *weights[:3], layout=layout))
-
-    differentiable = torch.is_grad_enabled() and (
-        x.requires_grad
-        or topk_weights.requires_grad
-        or any([w is not None and w.requires_grad for w in weights])
-    )
-    saved_rows = saved_rows if differentiable else 0
-    if key is None:
-        return torch.ops.mok.forward(
-            x, topk_ids, topk_weights, *weights, *main_grads, workspace, saved_rows,
-            LAYOUTS[layout], fp8,
-        )[0]  # fmt: skip
-    try:
-        if differentiable:
-            return _apply(
-                workspace, saved_rows, LAYOUTS[layout], main_grads, fp8, x, topk_ids,
-                topk_weights, *weights,
-            )  # fmt: skip
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.mok.forward.default(
-                x, topk_ids, topk_weights, *weights, *main_grads, workspace, 0, LAYOUTS[layout],
-                fp8,
-            )[0]  # fmt: skip
-    except ValueError:
-        wrong = _wrong_weights(weights, layout)
-        wrong = wrong or _wrong_tokens(x, topk_ids, topk_weights, w_down, topk, group)
-        if wrong is not None:
-            raise wrong from None
-        raise
+    _library.check_device("w_down", w_down.device)
 
 
 def _checked_workspace(

@@ -141,7 +141,7 @@ class MoKForwardContext:
     """What backward needs of forward besides its arguments."""
 
     routing_hash: Tensor
-    saved: tuple[Tensor, ...]
+    saved: Tensor
 
 
 TILE_ROWS = _library.tile_rows()
@@ -423,11 +423,11 @@ def forward(
     if weights.precision == "mxfp8":  # autograd would need what backward's tuples hold
         x, router_weights = x.detach(), router_weights.detach()
         weights.tensors = tuple(w if w is None else w.detach() for w in weights.tensors)
-    y, routing_hash, *saved = torch.ops.mok.forward(
+    y, routing_hash, saved = torch.ops.mok.forward(
         x, schedule.top_experts, router_weights, *weights.tensors, *(None,) * 7, handle, saved_rows,
         SPLIT, weights.quantized,
     )  # fmt: skip
-    return y, MoKForwardContext(routing_hash, tuple(saved))
+    return y, MoKForwardContext(routing_hash, saved)
 
 
 def recompute_forward_context(
@@ -455,11 +455,7 @@ def recompute_forward_context(
     wrong = wrong_inputs(workspace, schedule, weights.dtype, x, None, None)
     if wrong is not None:
         raise wrong
-    widths = (weights.inner, weights.inner, weights.shared_inner, weights.shared_inner, 0)
-    return MoKForwardContext(
-        torch.ops.mok.routing_hash(schedule.top_experts),
-        tuple(x.new_empty((0, width)) for width in widths),
-    )
+    return MoKForwardContext(torch.ops.mok.routing_hash(schedule.top_experts), x.new_empty(0))
 
 
 def backward(
@@ -518,7 +514,7 @@ def backward(
     with torch.no_grad():
         operands = (
             grad_output, x, schedule.top_experts, router_weights, *weights.tensors,
-            forward_context.routing_hash, *forward_context.saved, handle, SPLIT, needs,
+            forward_context.routing_hash, forward_context.saved, handle, SPLIT, needs,
             weights.quantized,
         )  # fmt: skip
         if any(target is not None for target in targets):

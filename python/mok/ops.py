@@ -20,38 +20,39 @@ def _forward_fake(
     shared_gate_vector, main_gate, main_up, main_down, main_shared_gate, main_shared_up,
     main_shared_down, main_shared_gate_vector, workspace, saved_rows, layout, quantized,
 ):  # fmt: skip
+    # With one tensor of another kind PyTorch may come here, where there is nothing to compute.
+    for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
+                         ("w_gate", w_gate), ("w_up", w_up), ("w_shared_gate", w_shared_gate),
+                         ("w_shared_up", w_shared_up), ("w_shared_down", w_shared_down),
+                         ("shared_gate_vector", shared_gate_vector)):  # fmt: skip
+        if tensor is not None and tensor.device != w_down.device:
+            raise ValueError(f"{name}: on {tensor.device}, w_down on {w_down.device}")
     tokens, hidden = x.shape
-    inner = w_down.shape[2]
     kept = tokens if saved_rows > 0 else 0
     shared = 0 if w_shared_gate is None else w_shared_gate.shape[0]
-    return (
-        x.new_empty((tokens, hidden)),
-        x.new_empty((1,), dtype=torch.int64),
-        x.new_empty((saved_rows, inner)),
-        x.new_empty((saved_rows, inner)),
-        x.new_empty((kept, shared)),
-        x.new_empty((kept, shared)),
-        x.new_empty((0 if shared_gate_vector is None else kept, hidden)),
-    )
+    # The parts of `saved`, each a multiple of 64 elements (SavedParts in csrc/ops.cpp).
+    rows = saved_rows * w_down.shape[2]
+    parts = (rows, rows, kept * shared, kept * shared,
+             0 if shared_gate_vector is None else kept * hidden)  # fmt: skip
+    saved = sum((part + 63) // 64 * 64 for part in parts)
+    return x.new_empty((tokens, hidden)), _routing_hash_fake(topk_ids), x.new_empty((saved,))
 
 
 def _backward_shapes(x, topk_weights, weights, needs, main_grads):
-    tokens, hidden = x.shape
     grads = [
-        x.new_empty((tokens, hidden) if needs & 1 else (0,)),
-        topk_weights.new_empty(topk_weights.shape if needs & 2 else (0,)),
+        x.new_empty(x.shape) if needs & 1 else None,
+        topk_weights.new_empty(topk_weights.shape) if needs & 2 else None,
     ]
     for i, (weight, main_grad) in enumerate(zip(weights, main_grads, strict=True)):
         fresh = weight is not None and main_grad is None and needs >> (2 + i) & 1
-        grads.append(weight.new_empty(weight.shape) if fresh else x.new_empty((0,)))
+        grads.append(weight.new_empty(weight.shape) if fresh else None)
     return tuple(grads)
 
 
 @torch.library.register_fake("mok::backward")
 def _backward_fake(
     d_y, x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
-    shared_gate_vector, routing_hash, saved_gate, saved_up, saved_shared_gate, saved_shared_up,
-    saved_shared_out, workspace, layout, needs, quantized,
+    shared_gate_vector, routing_hash, saved, workspace, layout, needs, quantized,
 ):  # fmt: skip
     weights = (w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector)
     return _backward_shapes(x, topk_weights, weights, needs, (None,) * 7)
@@ -60,21 +61,22 @@ def _backward_fake(
 @torch.library.register_fake("mok::backward_accumulate")
 def _backward_accumulate_fake(
     d_y, x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
-    shared_gate_vector, routing_hash, saved_gate, saved_up, saved_shared_gate, saved_shared_up,
-    saved_shared_out, workspace, layout, needs, quantized, main_gate, main_up, main_down,
-    main_shared_gate, main_shared_up, main_shared_down, main_shared_gate_vector,
+    shared_gate_vector, routing_hash, saved, workspace, layout, needs, quantized, main_gate,
+    main_up, main_down, main_shared_gate, main_shared_up, main_shared_down, main_shared_gate_vector,
 ):  # fmt: skip
     weights = (w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector)
     main_grads = (
         main_gate, main_up, main_down, main_shared_gate, main_shared_up, main_shared_down,
         main_shared_gate_vector,
     )  # fmt: skip
-    return _backward_shapes(x, topk_weights, weights, needs, main_grads)
+    grads = _backward_shapes(x, topk_weights, weights, needs, main_grads)
+    nothing = [t.new_empty((0,)) for t in (x, topk_weights, *(x,) * 7)]
+    return tuple(n if g is None else g for g, n in zip(grads, nothing, strict=True))
 
 
 @torch.library.register_fake("mok::routing_hash")
 def _routing_hash_fake(topk_ids):
-    return topk_ids.new_empty((1,), dtype=torch.int64)
+    return topk_ids.new_empty((1 if topk_ids.device.type == "cpu" else 0,), dtype=torch.int64)
 
 
 # ---- FP8 -------------------------------------------------------------------------------------

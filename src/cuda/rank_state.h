@@ -43,8 +43,9 @@ struct ErrorRecord {
 // At the start of Buffer::control, in symmetric memory; written by peers.
 struct Control {
   struct Header {
-    uint64_t tag;    // direction, shape, precision, wanted gradients: equal on all ranks
-    int32_t tokens;  // T of the source rank
+    uint64_t tag;     // direction, shape, precision, wanted gradients: equal on all ranks
+    int64_t wide_id;  // the source's first id that is published as INT32_MIN
+    int32_t tokens;   // T of the source rank
     int32_t unused;
   } from[kMaxRanks];
   uint32_t abort;  // not 0: leave; 1 + the rank that says so
@@ -56,7 +57,8 @@ struct Tickets {
   uint32_t published, counted, laid_out, placed, listed, planned;  // schedule tasks done
   uint32_t left;                                                   // blocks that have left
   uint32_t recorded;                                               // the error record is taken
-  uint32_t bad_id;  // ~slot of the first id outside [-1, E); 0 = none
+  uint32_t bad_id;   // ~slot of the first id outside [-1, E); 0 = none
+  uint32_t wide_id;  // ~index of the first own id that is published as INT32_MIN; 0 = none
 };
 
 // When the parts of the last call were over, in nanoseconds of the device's clock: the latest

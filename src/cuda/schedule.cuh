@@ -127,10 +127,9 @@ class ScheduleBuilder {
     }
   }
 
-  __device__ int32_t own_id(int64_t i) const {
+  __device__ int64_t own_id(int64_t i) const {
     if (!rank_.ids_are_64) return static_cast<const int32_t*>(rank_.ids)[i];
-    const int64_t id = static_cast<const int64_t*>(rank_.ids)[i];
-    return id >= INT32_MIN && id <= INT32_MAX ? static_cast<int32_t>(id) : INT32_MIN;
+    return static_cast<const int64_t*>(rank_.ids)[i];
   }
 
   // Calls load(i) for up to kAtOnce of the thread's i in [begin, end), then use(i, value) for each.
@@ -155,7 +154,11 @@ class ScheduleBuilder {
     int32_t* out = rank_.at<int32_t>(plan::Buffer::ids, g().rank);
     batches(
         begin + threadIdx.x, end, kThreads, [&](int64_t i) { return own_id(i); },
-        [&](int64_t i, int32_t id) { out[i] = id; });
+        [&](int64_t i, int64_t id) {
+          const bool fits = id > INT32_MIN && id <= INT32_MAX;
+          if (!fits) atomicMax(&rank_.tickets->wide_id, ~static_cast<uint32_t>(i));
+          out[i] = fits ? static_cast<int32_t>(id) : INT32_MIN;
+        });
     if constexpr (kBackward) {
       auto* weights = rank_.at<float>(plan::Buffer::topk_weights, g().rank);
       batches(
@@ -166,9 +169,12 @@ class ScheduleBuilder {
 
   __device__ void announce() {
     if (threadIdx.x != 0) return;
+    const uint32_t wide = *const_cast<volatile uint32_t*>(&rank_.tickets->wide_id);
+    const int64_t wide_id = wide == 0 ? 0 : own_id(~wide);
     for (int r = 0; r < g().ranks; ++r) {
       Control::Header& header = rank_.control(r)->from[g().rank];
       header.tag = rank_.tag;
+      header.wide_id = wide_id;
       header.tokens = g().own_tokens();
     }
     wait_.raise(plan::Counter::arrived);
@@ -322,7 +328,8 @@ class ScheduleBuilder {
     volatile ErrorRecord* out = rank_.record;
     out->rank = g().rank;
     out->entry = slot;
-    out->seen = rank_.at<int32_t>(plan::Buffer::ids, src)[g().owner_index(slot)];
+    const int32_t id = rank_.at<int32_t>(plan::Buffer::ids, src)[g().owner_index(slot)];
+    out->seen = id == INT32_MIN ? rank_.control(g().rank)->from[src].wide_id : id;
     ptx::fence_system();
     out->kind = ErrorRecord::bad_id;
   }

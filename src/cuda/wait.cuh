@@ -33,20 +33,24 @@ struct Waiter {
   int64_t call;
 
   // All ranks leave; the first caller of the call writes the record. `entry`: see ErrorRecord.
+  // Once a call was given up, nothing that looks wrong is a cause: the rank that gave it up may be
+  // in its next call, whose header is another.
   __device__ __forceinline__ void fail(int32_t kind, int32_t task, int32_t entry, int64_t seen,
                                        int64_t awaited) const {
-    if (atomicExch(&rank.tickets->recorded, 1) == 0) {
-      volatile ErrorRecord* out = rank.record;
-      out->rank = rank.g.rank;
-      out->task = task;
-      out->entry = entry;
-      out->seen = seen;
-      out->awaited = awaited;
-      ptx::fence_system();
-      out->kind = kind;
-    }
-    for (int r = 0; r < rank.g.ranks; ++r) {
-      ptx::store_release_system(&rank.control(r)->abort, rank.g.rank + 1);
+    if (*const_cast<volatile uint32_t*>(&rank.control(rank.g.rank)->abort) == 0) {
+      if (atomicExch(&rank.tickets->recorded, 1) == 0) {
+        volatile ErrorRecord* out = rank.record;
+        out->rank = rank.g.rank;
+        out->task = task;
+        out->entry = entry;
+        out->seen = seen;
+        out->awaited = awaited;
+        ptx::fence_system();
+        out->kind = kind;
+      }
+      for (int r = 0; r < rank.g.ranks; ++r) {
+        ptx::store_release_system(&rank.control(r)->abort, rank.g.rank + 1);
+      }
     }
     abort->raised = 1;
   }

@@ -79,6 +79,25 @@ def run(p, group=None, **settings):
     return y.detach(), grads[0], grads[1], Weights(*grads[2:])
 
 
+def run_sharded(p, ranks):
+    """As `run` of a rank's share, with its experts as DTensors over the group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh(p.x.device.type, (ranks,), mesh_dim_names=("ep",))
+    tensors = leaves(p)
+    for i in (2, 3, 4):
+        tensors[i] = DTensor.from_local(tensors[i].detach(), mesh, [Shard(0)]).requires_grad_()
+        assert tensors[i].shape[0] == ranks * p.experts
+    y = mok.moe(tensors[0], p.ids, tensors[1], *tensors[2:])
+    y.backward(p.d_y)
+    for i in (2, 3, 4):
+        assert isinstance(tensors[i].grad, DTensor) and tensors[i].grad.placements == (Shard(0),)
+    grads = [None if t is None else t.grad for t in tensors]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    return y.detach(), local[0], local[1], Weights(*local[2:])
+
+
 def part(p, rank, splits):
     """A rank's share: `splits` tokens per rank and E / R experts."""
     lo = sum(splits[:rank])

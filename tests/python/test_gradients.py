@@ -399,7 +399,7 @@ def test_no_grad_keeps_nothing():
     p = problem(42, shared=4)
     with torch.no_grad():
         outputs = torch_forward_outputs(p)
-    assert [t.numel() for t in outputs[2:]] == [0] * 5
+    assert outputs[2].numel() == 0 and len(outputs) == 3
 
 
 def torch_forward_outputs(p):

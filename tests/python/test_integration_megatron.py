@@ -96,7 +96,8 @@ KINDS = ("SequentialMLP", "TEGroupedMLP", "in one buffer", "one parameter", "Gro
 def dense(p):
     """The problem's routing as Megatron has it."""
     tokens, experts = len(p.x), p.experts
-    probs, routing_map = torch.zeros(tokens, experts), torch.zeros(tokens, experts).bool()
+    probs = torch.zeros(tokens, experts, device=p.x.device)
+    routing_map = probs.bool()
     for t, row in enumerate(p.ids.tolist()):
         for k, e in enumerate(row):
             if e >= 0:
@@ -160,8 +161,12 @@ def boundary(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_backend(kind, dtype, boundary):
-    p = problem(31, shared=6, shared_gate=True, limit=2.0, dtype=dtype)
-    w = p.weights
+    check_backend(kind, problem(31, shared=6, shared_gate=True, limit=2.0, dtype=dtype), boundary)
+
+
+def check_backend(kind, p, boundary):
+    """Of a problem with a gated shared expert and a limit of 2."""
+    w, dtype = p.weights, p.x.dtype
     experts = experts_of(kind, p)
     shared = nn.Module()
     shared.linear_fc1 = linear(torch.cat([w.shared_gate, w.shared_up]), single=True)
@@ -202,12 +207,15 @@ def test_backend(kind, dtype, boundary):
 
 @pytest.mark.parametrize("kind", ["in one buffer", "one parameter", "TEGroupedMLP"])
 def test_main_grad(kind, boundary):
-    p = problem(32, dtype=torch.bfloat16)
+    check_main_grad(kind, problem(32, dtype=torch.bfloat16))
+
+
+def check_main_grad(kind, p):
     experts = experts_of(kind, p)
     parameters = list(experts.parameters())
     count = len(parameters) // 2
     for some in (parameters[:count], parameters[count:]):
-        buffer = torch.ones((len(some), *some[0].shape))
+        buffer = torch.ones((len(some), *some[0].shape), device=p.x.device)
         for parameter, main_grad in zip(some, buffer, strict=True):
             parameter.main_grad = main_grad
             parameter.grad_added_to_main_grad = False
@@ -256,7 +264,7 @@ def test_what_is_refused(boundary):
 # ---- Megatron itself -------------------------------------------------------------------------
 
 
-def layer_of_megatron(dtype, ep):
+def layer_of_megatron(dtype, ep, device):
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -264,30 +272,32 @@ def layer_of_megatron(dtype, ep):
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    torch.cuda.current_device = lambda: torch.device("cpu")  # the router asks for it
+    if device == "cpu":
+        torch.cuda.current_device = lambda: torch.device("cpu")  # the router asks for it
     if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine
         moe_utils.te_general_gemm = None
     assert dist.is_initialized()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
     config = TransformerConfig(
-        num_layers=1, hidden_size=24, num_attention_heads=2, num_moe_experts=6, moe_router_topk=2,
-        moe_ffn_hidden_size=10, ffn_hidden_size=10, gated_linear_unit=True, activation_func=F.silu,
+        num_layers=1, hidden_size=64, num_attention_heads=2, num_moe_experts=6, moe_router_topk=2,
+        moe_ffn_hidden_size=64, ffn_hidden_size=64, gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, use_cpu_initialization=True, moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather", params_dtype=dtype, bf16=dtype == torch.bfloat16,
-        moe_shared_expert_intermediate_size=12, bias_activation_fusion=False,
+        moe_shared_expert_intermediate_size=64, bias_activation_fusion=False,
         gradient_accumulation_fusion=False, expert_model_parallel_size=ep,
     )  # fmt: skip
     spec = get_moe_module_spec(use_te=False, num_experts=6, moe_grouped_gemm=False)
-    return MoELayer(config, spec.submodules)
+    return MoELayer(config, spec.submodules).to(device)
 
 
-def _on_megatron(rank, dtype):
+def on_megatron(rank, dtype, device="cpu"):
+    """Names of what differs with mok."""
     import torch.distributed as dist
 
     torch.manual_seed(3)
-    layer = layer_of_megatron(dtype, dist.get_world_size())
+    layer = layer_of_megatron(dtype, dist.get_world_size(), device)
     names = list(layer.state_dict())
-    x = torch.randn(5, 2, 24, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    x = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(rank)).to(device, dtype)
 
     def step():
         leaf = x.clone().requires_grad_()
@@ -312,7 +322,7 @@ def _on_megatron(rank, dtype):
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_a_layer_of_megatron(dtype, ep):
-    assert ranks.run(ep, _on_megatron, dtype, timeout=250) == [[]] * ep
+    assert ranks.run(ep, on_megatron, dtype, timeout=250) == [[]] * ep
 
 
 @needs_megatron

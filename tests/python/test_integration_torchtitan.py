@@ -7,9 +7,10 @@ import pytest
 import ranks
 import torch
 
-pytestmark = pytest.mark.skipif(
+needs_torchtitan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"
 )
+pytestmark = needs_torchtitan
 TARGET = "mok.integrations.torchtitan.routed_experts"
 
 
@@ -32,11 +33,11 @@ def config_of():
     return MoE.Config(
         num_experts=6,
         routed_experts=RoutedExperts.Config(
-            inner_experts=GroupedExperts.Config(dim=32, hidden_dim=16, num_experts=6),
+            inner_experts=GroupedExperts.Config(dim=64, hidden_dim=64, num_experts=6),
             token_dispatcher=LocalTokenDispatcher.Config(num_experts=6, top_k=2),
         ),
         router=TokenChoiceTopKRouter.Config(
-            num_experts=6, top_k=2, gate=Linear.Config(in_features=32, out_features=6, bias=False)
+            num_experts=6, top_k=2, gate=Linear.Config(in_features=64, out_features=6, bias=False)
         ),
         load_balance_coeff=None,
     )
@@ -60,8 +61,12 @@ def layers(**kwargs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_layer_computes_the_same(dtype):
-    theirs, ours = (layer.to(dtype) for layer in layers())
-    x = torch.randn(2, 9, 32).to(dtype)
+    compare_layers(dtype, "cpu")
+
+
+def compare_layers(dtype, device):
+    theirs, ours = (layer.to(device, dtype) for layer in layers())
+    x = torch.randn(2, 9, 64).to(device, dtype)
     results = []
     for layer in (theirs, ours):
         leaf = x.clone().requires_grad_()
@@ -103,7 +108,7 @@ def _on_ranks(rank):
 
     torch.manual_seed(5)
     theirs, ours = (layer.bfloat16() for layer in layers(max_tokens=16))
-    x = torch.randn(2, 8, 32).bfloat16()
+    x = torch.randn(2, 8, 64).bfloat16()
     want = theirs(x)[rank : rank + 1]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
 
@@ -119,7 +124,7 @@ def _on_ranks(rank):
     ours.routed_experts.parallelize(Dims())
     got = ours(x[rank : rank + 1])
     got.float().sum().backward()
-    assert experts.w1_EFD.grad.to_local().shape == (3, 16, 32)
+    assert experts.w1_EFD.grad.to_local().shape == (3, 64, 64)
     return want, got
 
 

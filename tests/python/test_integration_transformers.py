@@ -139,22 +139,24 @@ def test_a_list_of_experts_over_two_ranks():
 # ---- transformers itself ---------------------------------------------------------------------
 
 
-def tiny(family, dtype):
+def tiny(family, dtype, **sizes):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     common = {
         "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts_per_tok": 2,
         "head_dim": 8, "output_router_logits": True, "router_aux_loss_coef": 0.01,
     }  # fmt: skip
+    inner = sizes.pop("inner", 24 if family == "qwen3_moe" else 40)
+    common |= sizes
     torch.manual_seed(0)
     if family == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(
-            num_experts=8, moe_intermediate_size=24, intermediate_size=48, norm_topk_prob=True,
+            num_experts=8, moe_intermediate_size=inner, intermediate_size=48, norm_topk_prob=True,
             decoder_sparse_step=1, mlp_only_layers=[], **common,
         )  # fmt: skip
         model = transformers.Qwen3MoeForCausalLM(config)
     else:
-        config = transformers.MixtralConfig(num_local_experts=4, intermediate_size=40, **common)
+        config = transformers.MixtralConfig(num_local_experts=4, intermediate_size=inner, **common)
         model = transformers.MixtralForCausalLM(config)
     return model.to(dtype)
 

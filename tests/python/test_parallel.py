@@ -17,6 +17,7 @@ from problems import (
     part,
     problem,
     run,
+    run_sharded,
     same_bits,
     whole,
 )
@@ -425,22 +426,7 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks(layout):
 
 
 def sharded_weights(rank, p, splits):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mine = part(p, rank, splits)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    tensors = leaves(mine)
-    for i in (2, 3, 4):
-        tensors[i] = DTensor.from_local(tensors[i].detach(), mesh, [Shard(0)]).requires_grad_()
-        assert tensors[i].shape[0] == p.experts
-    y = mok.moe(tensors[0], mine.ids, tensors[1], *tensors[2:])
-    y.backward(mine.d_y)
-    for i in (2, 3, 4):
-        assert isinstance(tensors[i].grad, DTensor) and tensors[i].grad.placements == (Shard(0),)
-    grads = [None if t is None else t.grad for t in tensors]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    return y.detach(), local[0], local[1], Weights(*local[2:])
+    return run_sharded(part(p, rank, splits), 2)
 
 
 def test_F1_local_shards_of_dtensors():

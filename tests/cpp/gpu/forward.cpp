@@ -151,7 +151,7 @@ TEST(GpuForward, bad_id_is_named_and_the_next_call_works) {
   s.options.deadlines = {20, 10};
   GpuLayer layer(s);
   const auto good = layer.forward();
-  for (const int64_t bad : {int64_t{4}, int64_t{1} << 40, int64_t{-2}}) {
+  for (const int64_t bad : {int64_t{4}, int64_t{1} << 40, int64_t{-2}, -(int64_t{1} << 35)}) {
     const auto* ids = static_cast<const int64_t*>(layer.args()[1].topk_ids);
     auto host = download(ids, 120);
     const void* keep = layer.args()[1].topk_ids;
@@ -164,8 +164,8 @@ TEST(GpuForward, bad_id_is_named_and_the_next_call_works) {
       FAIL() << "no error";
     } catch (const Error& e) {
       EXPECT_EQ(e.code(), ErrorCode::bad_routing);
-      EXPECT_NE(std::string(e.what()).find("rank 1, token 7, slot 1"), std::string::npos)
-          << e.what();
+      const std::string place = "rank 1, token 7, slot 1: id " + std::to_string(bad) + " is";
+      EXPECT_NE(std::string(e.what()).find(place), std::string::npos) << e.what();
     }
     for (const bf16 v : layer.y()) ASSERT_TRUE(std::isnan(numerics::to_float(v)));
     layer.args()[1].topk_ids = keep;

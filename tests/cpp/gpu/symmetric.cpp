@@ -100,6 +100,19 @@ TEST(GpuSymmetric, a_deadline_and_recovery) {
   two.expect_good("after recovery");
 }
 
+TEST(GpuSymmetric, a_late_rank_finds_its_peers_next_call) {
+  TwoWorkspaces two(hasty());
+  two.forward(0);
+  two.backward(0);  // enqueued before the host knows that forward failed
+  const std::string text = expect_error(ErrorCode::deadline, [&] { two[0].synchronize(); });
+  EXPECT_NE(text.find("rank 1, arrived[1]"), std::string::npos) << text;
+  two.forward(1);  // meets the header of rank 0's backward
+  const std::string late = expect_error(ErrorCode::aborted, [&] { two[1].synchronize(); });
+  EXPECT_NE(late.find("because rank 0 gave it up"), std::string::npos) << late;
+  two.recover();
+  two.expect_good("after recovery");
+}
+
 TEST(GpuSymmetric, an_abort_ends_the_peers_call) {
   LayerSetup s = virtual_ranks({200, 133});
   s.options.deadlines = {60, 60};

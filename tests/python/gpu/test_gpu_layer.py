@@ -208,6 +208,24 @@ def test_a_bad_id_is_found_on_the_device_and_the_next_call_works():
         mok.synchronize()
 
 
+@pytest.mark.parametrize("bad", [2**40 + 5, -(2**35), -(2**31), 2**31])
+def test_an_id_beyond_32_bits_is_named(bad):
+    p = gpu_problem(14)
+    want = run(p)
+    good = p.ids.clone()
+    p.ids[7, 2] = bad
+    p.ids[9, 0] = -(2**50)  # a later one is not named
+    mok.moe(p.x, p.ids, p.topk_weights, *p.weights.each())
+    with pytest.raises(ValueError, match=rf"token 7, slot 2: id {bad} is outside"):
+        mok.synchronize()
+    p.ids = good.int()
+    assert_same_bits(run(p), want)
+    p.ids[7, 2] = -(2**31)
+    mok.moe(p.x, p.ids, p.topk_weights, *p.weights.each())
+    with pytest.raises(ValueError, match=rf"token 7, slot 2: id {-(2**31)} is outside"):
+        mok.synchronize()
+
+
 def test_no_second_derivative():
     p = gpu_problem(12)
     x = p.x.detach().requires_grad_()
