@@ -30,9 +30,7 @@ namespace mok::cuda {
 inline constexpr int kPieceBytes = 4096;
 inline constexpr int kPieceElements = kPieceBytes / 2;
 inline constexpr int kPieceScales = kPieceElements / numerics::kMxBlock;  // bytes
-// In a round. Forward's tall tiles take the rest of shared memory.
-template <bool kBackward>
-inline constexpr int kPieces = kBackward ? 6 : 4;
+inline constexpr int kPieces = 6;                                         // in a round
 inline constexpr int kRowSets = 3;       // landing, moving, looked up
 inline constexpr int kMostEntries = 12;  // rows that a task moves at once
 inline constexpr int kMostCopies = 256;  // of all its rows
@@ -41,9 +39,7 @@ static_assert(kMostCopies >= kMaxTopk);
 
 enum Operand : int8_t { kOperandX, kOperandDY };
 
-template <bool kBackward>
 struct CommShared {
-  static constexpr int kPieces = cuda::kPieces<kBackward>;
   alignas(128) uint8_t buffer[kPieces][kPieceBytes];
   alignas(16) uint8_t scales[kPieces][kPieceScales];
   struct Rows {                        // of one task
@@ -62,7 +58,7 @@ template <bool kBackward = false>
 class CommunicationWarp {
  public:
   __device__ CommunicationWarp(const RankState& rank, const plan::Plan& p, const Waiter& waiter,
-                               CommShared<kBackward>& shared)
+                               CommShared& shared)
       : rank_(rank), plan_(p), wait_(waiter), shared_(shared), lane_(threadIdx.x % kWarp) {
     if constexpr (kBackward) fetches_x_ = plan::needs_x(p);
   }
@@ -93,9 +89,6 @@ class CommunicationWarp {
   }
 
  private:
-  using Rows = typename CommShared<kBackward>::Rows;
-  static constexpr int kPieces = cuda::kPieces<kBackward>;
-
   // Draws the next ticket and looks up what it moves, into rows[next_rows_]: a memory latency each
   // step, waited for in the step after it.
   __device__ void look_up_step() {
@@ -139,7 +132,7 @@ class CommunicationWarp {
   }
   __device__ bool is_entry() const { return static_cast<int>(lane_) < next_.end - next_.begin; }
 
-  __device__ void set_rows(Rows& rows) {
+  __device__ void set_rows(CommShared::Rows& rows) {
     const plan::Geometry& g = plan_.g;
     if (is_entry()) {
       const int src = g.slot_rank(slot_);
@@ -217,7 +210,7 @@ class CommunicationWarp {
   // Moves the entries of a task: source -> every stored row of `x` (and of `d_y`), which are rings
   // of `base_rows` rows. Entry e has stored[e * most_copies ...].
   template <bool kQuantized>
-  __device__ void move(const Rows& rows, int entries, int most_copies, plan::Buffer x,
+  __device__ void move(const CommShared::Rows& rows, int entries, int most_copies, plan::Buffer x,
                        plan::Buffer d_y, bool with_x, int32_t base_rows) {
     const int32_t row_bytes = plan_.g.hidden * 2;
     const int pieces =
@@ -259,7 +252,7 @@ class CommunicationWarp {
 
   // Asks for a piece, into the lane's buffer.
   template <bool kQuantized>
-  __device__ void load(const Rows& rows, const Piece& p) {
+  __device__ void load(const CommShared::Rows& rows, const Piece& p) {
     ptx::Mbarrier& full = shared_.full[lane_];
     const auto* row =
         reinterpret_cast<const uint8_t*>(rows.source[p.is_x ? kOperandX : kOperandDY][p.entry]);
@@ -331,7 +324,7 @@ class CommunicationWarp {
       }
     } else {
       ptx::fence_gpu();
-      const Rows& rows = shared_.rows[pending_];
+      const CommShared::Rows& rows = shared_.rows[pending_];
       for (int i = lane_; i < pending_entries_ * plan_.g.topk; i += kWarp) {
         if (rows.slot[i / plan_.g.topk] < 0 && i % plan_.g.topk > 0) continue;
         const int32_t row = rows.stored[i];
@@ -350,7 +343,7 @@ class CommunicationWarp {
   }
 
   __device__ void stage(const plan::Task& task, int which) {
-    Rows& rows = shared_.rows[which];
+    CommShared::Rows& rows = shared_.rows[which];
     finish_pending();
     const int begin = quantized() ? task.end : task.begin;  // quantised rows are there already
     for (int first = begin; first < task.end; first += kMostEntries) {
@@ -390,7 +383,7 @@ class CommunicationWarp {
   const RankState& rank_;
   const plan::Plan& plan_;
   const Waiter& wait_;
-  CommShared<kBackward>& shared_;
+  CommShared& shared_;
   const uint32_t lane_;
   bool fetches_x_ = true;
   uint32_t phase_ = 0;  // of the lane's buffer

@@ -64,33 +64,6 @@ class GateUpEpilogue : public Epilogue<Products> {
     }
   }
 
-  // A tall tile's rows beyond 128, by the first warp of each warpgroup, at the tile's end. extra[p]:
-  // those rows, packed as PackedTile is, for columns 64 * group of gate and up (down: either half).
-  __device__ __forceinline__ void store_extra(const TileTask& task, uint32_t group,
-                                              const uint32_t (&extra)[2][kGroupN / 4]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = kTileM + static_cast<int>(fresh_thread() % kWarp / 4) + 8 * half;
-#pragma unroll
-      for (int p = 0; p < 3; ++p) {
-        const uint64_t to = extra_place(task, group, row, p);
-#pragma unroll
-        for (int j = 0; j < kGroupN / 8; j += 4) {
-          uint32_t m[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int at = 2 * (j + i) + half;
-            m[i] = p < 2 ? extra[p][at]
-                         : swiglu_pair(extra[0][at], extra[1][at], products_.swiglu_limit);
-          }
-          if (p == 2 && (flags_ & kMx) != 0) mx_round_block(m);
-          const uint4 v = transpose(m);
-          if (to != 0) ptx::store_global_16(reinterpret_cast<void*>(to + j * 16), v);
-        }
-      }
-    }
-  }
-
   template <int kSlot>
   __device__ __forceinline__ void run_slot(const TileTask&) {
     constexpr int kPart = kSlot % 4;
@@ -132,24 +105,6 @@ class GateUpEpilogue : public Epilogue<Products> {
   }
 
  private:
-  // Where the lane's first column of 64 goes in gate, up and hidden, or in either half of down's
-  // columns; 0: nowhere.
-  __device__ __forceinline__ uint64_t extra_place(const TileTask& task, uint32_t group, int row,
-                                                  int p) const {
-    const uint32_t first = group * kGroupN;  // of the tile's columns
-    const uint32_t column = Base::column_bytes(task) + first * 2;
-    if (kind() != TaskKind::gate_up) {
-      const uint32_t offset = p * kHalfN;
-      if (p == 2 || row >= task.rows || first + offset >= task.cols) return 0;
-      const uint64_t to = row_destination(task, product(), row, column);
-      return to != 0 ? to + offset * 2 : 0;
-    }
-    if (row >= (p < 2 ? task.save_rows : task.rows) || first >= task.cols) return 0;
-    const auto& gate_up = product().gate_up;
-    const __nv_bfloat16* base = p == 0 ? gate_up.gate : p == 1 ? gate_up.up : gate_up.hidden;
-    const int in_base = (p < 2 ? task.save_row0 : task.row0) + row;
-    return reinterpret_cast<uint64_t>(base) + column + uint64_t(in_base) * gate_up.row_elements * 2;
-  }
   __device__ __forceinline__ uint64_t up_minus_gate() const {
     return reinterpret_cast<uint64_t>(product().gate_up.up) -
            reinterpret_cast<uint64_t>(product().gate_up.gate);

@@ -11,7 +11,6 @@
 //
 //   shared memory                     written by   full             read by     empty
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
-//     tall.a[4] 2 KB (forward)        with them
 //     task[4], shape[4]               schedule     task_full        all         task_empty: publish
 //   task_done: 8 consumer warps -> publish       draw: load -> schedule (draw the next ticket now)
 //   task_loading: load -> consumers (the task's inputs are there)
@@ -24,8 +23,8 @@
 #pragma once
 
 #include "cuda/d_hidden_epilogue.cuh"
-#include "cuda/gradient_epilogue.cuh"
 #include "cuda/gate_up_epilogue.cuh"
+#include "cuda/gradient_epilogue.cuh"
 #include "cuda/pipeline.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/memory.cuh"
@@ -109,10 +108,8 @@ __device__ __forceinline__ void land_loads(TileShared& shared, const RingCursor<
 template <class Products, class Hooks>
 class TileLoader {
  public:
-  // `tall`: forward only.
-  __device__ __forceinline__ TileLoader(TileShared& shared, TallShared* tall,
-                                        const Products& products, Hooks& hooks)
-      : shared_(shared), tall_(tall), products_(products), hooks_(hooks) {}
+  __device__ __forceinline__ TileLoader(TileShared& shared, const Products& products, Hooks& hooks)
+      : shared_(shared), products_(products), hooks_(hooks) {}
 
   template <bool kBackward>
   __device__ __forceinline__ void run() {
@@ -128,11 +125,7 @@ class TileLoader {
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
       const bool both_halves = task.rows > kHalfM;
-      if (!kBackward && task.rows > kTileM) {
-        go = task.kind == TaskKind::gate_up
-                 ? load_gate_up<2, true>(task, product, both_halves)
-                 : load<false, false, true>(task, product, 0, task.steps, both_halves);
-      } else if (task.kind == TaskKind::gate_up) {
+      if (task.kind == TaskKind::gate_up) {
         go = task.shape_of().narrow() ? load_gate_up<1>(task, product, both_halves)
                                       : load_gate_up<2>(task, product, both_halves);
       } else if (!kBackward || task.kind == TaskKind::down) {
@@ -159,26 +152,15 @@ class TileLoader {
     return true;
   }
 
-  // The rows of A beyond 128.
-  template <bool kTall>
-  __device__ __forceinline__ void load_tall(const Product& product, ptx::Mbarrier* full, int k,
-                                            int row) {
-    if constexpr (kTall && Products::kHasShortMaps) {
-      ptx::load_tensor(tall_->a[stage_.slot()], &products_.short_map[product.a_short], full, k,
-                       row + kTileM, 0);
-    }
-  }
-
   // kSide boxes of gate and as many of up, right behind them.
-  template <int kSide, bool kTall = false>
+  template <int kSide>
   __device__ __forceinline__ bool load_gate_up(const TileTask& task, const Product& product,
                                                bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[0]];
     const CUtensorMap* gate = &products_.map[product.b[0]];
     const CUtensorMap* up = &products_.map[product.b[1]];
     const int steps = task.steps, row = task.row0, column = task.col0, expert = task.expert;
-    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB +
-                           (kTall ? kTallBytes : 0);
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB;
     for (int k = 0; k < steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -186,7 +168,6 @@ class TileLoader {
       uint8_t* b = shared_.b[stage_.slot()];
       ptx::load_tensor(a, a_map, full, k, row, 0);
       if (both_halves) ptx::load_tensor(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
-      load_tall<kTall>(product, full, k, row);
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
         ptx::load_tensor(b + i * kGroupBytesB, gate, full, k, column + i * kGroupN, expert);
@@ -201,7 +182,7 @@ class TileLoader {
   }
 
   // `part`: which of the product's operands, for d_input.
-  template <bool kTransposedA, bool kTransposedB, bool kTall = false>
+  template <bool kTransposedA, bool kTransposedB>
   __device__ __forceinline__ bool load(const TileTask& task, const Product& product, int part,
                                        int steps, bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[part]];
@@ -211,8 +192,7 @@ class TileLoader {
     const int expert = kTransposedA ? 0 : task.expert;
     const int slice = kTransposedA ? product.a_slice : part;
     const int k0 = kTransposedA ? task.save_row0 : 0;
-    const uint32_t bytes =
-        (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB + (kTall ? kTallBytes : 0);
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB;
     for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -220,7 +200,6 @@ class TileLoader {
       uint8_t* b = shared_.b[stage_.slot()];
       load_box<kTransposedA>(a, a_map, full, k, row, slice);
       if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, slice);
-      load_tall<kTall>(product, full, k, row);
 #pragma unroll
       for (int i = 0; i < kTileN / kGroupN; ++i) {
         if (i < boxes) {
@@ -239,10 +218,7 @@ class TileLoader {
     ptx::load_tensor(to, map, full, kTransposed ? row : k, kTransposed ? k : row, expert);
   }
 
-  static constexpr uint32_t kTallBytes = kTallRows * kTileK * 2;
-
   TileShared& shared_;
-  TallShared* const tall_;
   const Products& products_;
   Hooks& hooks_;
   RingCursor<kStages> stage_;
@@ -268,17 +244,15 @@ __device__ __forceinline__ void publish_tiles(TileShared& shared, Hooks& hooks) 
 template <bool kBackward, class Products>
 class TileConsumer {
  public:
-  __device__ __forceinline__ TileConsumer(TileShared& shared, TallShared* tall,
-                                          const Products& products, uint32_t group)
-      : shared_(shared), tall_(tall), products_(products), group_(group) {}
+  __device__ __forceinline__ TileConsumer(TileShared& shared, const Products& products,
+                                          uint32_t group)
+      : shared_(shared), products_(products), group_(group) {}
 
   __device__ __forceinline__ void run() {
     while (wait_for_task()) {
       const TaskKind kind = next_shape().kind();
       if (kind == TaskKind::stop) return;
-      if (is_tall(next_shape())) {
-        run_tall();
-      } else if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
+      if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
         run_tiles<GateUpEpilogue<Products>>();
       } else if (kind == TaskKind::d_hidden) {
         run_tiles<DHiddenEpilogue<Products>>();
@@ -324,7 +298,7 @@ class TileConsumer {
       }
       if (next == Next::unknown && !wait_for_task()) return;
       const TileTask::Shape shape = next_shape();
-      if (!Epilogue::takes(shape.kind()) || is_tall(shape)) return;
+      if (!Epilogue::takes(shape.kind())) return;
 
       const TileTask& task = shared_.task[at_.low()];
       if (is_idle(shape)) {
@@ -363,41 +337,6 @@ class TileConsumer {
         tile.pack(acc, shape);
       }
     }
-  }
-
-  static __device__ __forceinline__ bool is_tall(TileTask::Shape shape) {
-    return !kBackward && shape.tall();
-  }
-
-  // A tall tile: its first 128 rows as ever, and the others times 64 columns of gate and of up (of
-  // either half of down's) in each warpgroup. Registers are full, so all is stored at its end.
-  __device__ __forceinline__ void run_tall() {
-    const int steps = next_shape().steps();
-    float acc[kTileN / 2], low[kGroupN / 2], high[kGroupN / 2];
-    issue_tall_step(acc, low, high, false);
-    for (int step = 1; step < steps; ++step) {
-      issue_tall_step(acc, low, high, true);
-      retire_step();
-    }
-    ptx::wgmma_wait<0>();
-    release(at_.high_before(1));
-    ptx::wgmma_settle<kTileN>(acc);
-    ptx::wgmma_settle<kGroupN>(low);
-    ptx::wgmma_settle<kGroupN>(high);
-    uint32_t pairs[2][kGroupN / 4];
-#pragma unroll
-    for (int i = 0; i < kGroupN / 4; ++i) {
-      pairs[0][i] = ptx::pack_bf16(low[2 * i], low[2 * i + 1]);
-      pairs[1][i] = ptx::pack_bf16(high[2 * i], high[2 * i + 1]);
-    }
-    GateUpEpilogue<Products> tile(products_);
-    const TileTask& task = shared_.task[at_.low()];
-    tile.prepare(task);
-    if (fresh_thread() % kWarpgroup < kWarp) tile.store_extra(task, group_, pairs);
-    tile.pack(acc, next_shape());
-    at_.advance_low();
-    store_pending(tile);
-    finish_pending(tile);
   }
 
   // All products of a weight gradient's tile are done.
@@ -528,26 +467,6 @@ class TileConsumer {
     ptx::wgmma_commit();
     at_.advance_high();
   }
-  __device__ __forceinline__ void issue_tall_step(float (&acc)[kTileN / 2], float (&low)[kGroupN / 2],
-                                                  float (&high)[kGroupN / 2], bool add) {
-    wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
-    ptx::wgmma_fence();
-    const ptx::Operand<false> a(ptx::shared_address(shared_.a[at_.high()]) + group_ * kHalfBytesA);
-    const ptx::Operand<false> b(ptx::shared_address(shared_.b[at_.high()]));
-    const ptx::Operand<false> more(ptx::shared_address(tall_->a[at_.high()]));
-    const ptx::Operand<false> b_low(ptx::shared_address(shared_.b[at_.high()]) +
-                                    group_ * kGroupBytesB);
-    const ptx::Operand<false> b_high(ptx::shared_address(shared_.b[at_.high()]) +
-                                     (2 + group_) * kGroupBytesB);
-#pragma unroll
-    for (int k = 0; k < kTileK; k += 16) {
-      ptx::wgmma<kTileN, false, false>(acc, a.at(k), b.at(k), k > 0 || add);
-      ptx::wgmma<kGroupN, false, false>(low, more.at(k), b_low.at(k), k > 0 || add);
-      ptx::wgmma<kGroupN, false, false>(high, more.at(k), b_high.at(k), k > 0 || add);
-    }
-    ptx::wgmma_commit();
-    at_.advance_high();
-  }
   // All steps but the newest are done; frees the stage of the one before it.
   __device__ __forceinline__ void retire_step() {
     ptx::wgmma_wait<1>();
@@ -646,7 +565,6 @@ class TileConsumer {
   }
 
   TileShared& shared_;
-  TallShared* const tall_;
   const Products& products_;
   const uint32_t group_;
   CursorPair<kTaskSlots, kStages> at_;

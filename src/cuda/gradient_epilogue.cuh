@@ -27,8 +27,7 @@ class GradientEpilogue : public Epilogue<Products> {
     return kind == TaskKind::weight_grad;
   }
 
-  __device__ __forceinline__ explicit GradientEpilogue(const Products& products)
-      : Base(products) {}
+  __device__ __forceinline__ explicit GradientEpilogue(const Products& products) : Base(products) {}
 
   // Before the last wait for products.
   __device__ __forceinline__ void prepare(const TileTask& task) {
@@ -37,9 +36,7 @@ class GradientEpilogue : public Epilogue<Products> {
              static_cast<uint32_t>(product.weight_grad.map) << kMapShift;
     if (GradientStore(product, task).leaves_accumulators()) flags_ |= kFromAccumulators;
   }
-  __device__ __forceinline__ bool leaves_accumulators() const {
-    return flags_ & kFromAccumulators;
-  }
+  __device__ __forceinline__ bool leaves_accumulators() const { return flags_ & kFromAccumulators; }
 
   // All warps of the block that read the stage are done with it.
   __device__ __forceinline__ void hold(uint32_t stage) { flags_ |= stage << kStageShift; }
@@ -59,8 +56,8 @@ class GradientEpilogue : public Epilogue<Products> {
     uint8_t* const own = staging + thread / kWarp % (kWarpgroup / kWarp) * kSlotGroups * kBoxBytes;
     // Lanes 0 .. 15 have the rows of the first eight columns of a pair, 16 .. 31 of the other
     // eight. The swizzle: 16-byte piece p of row r stands at p ^ r % 8.
-    const uint32_t at = ptx::shared_address(own) + thread % kShortBoxRows * kRowBytes +
-                        ((thread / kShortBoxRows ^ thread) % 2 | (thread & 6)) * 16;
+    const uint32_t at = ptx::shared_address(own) + thread % kGradientBoxRows * kRowBytes +
+                        ((thread / kGradientBoxRows ^ thread) % 2 | (thread & 6)) * 16;
 #pragma unroll
     for (int group = 0; group < kSlotGroups; ++group) {
 #pragma unroll
@@ -72,9 +69,9 @@ class GradientEpilogue : public Epilogue<Products> {
     }
     ptx::fence_proxy_async_shared();
     __syncwarp();
-    if constexpr (Products::kHasShortMaps) {
+    if constexpr (Products::kThere) {
       if (ptx::elect()) {
-        const CUtensorMap* map = &products_.short_map[flags_ >> kMapShift];
+        const CUtensorMap* map = &products_.gradient_map[flags_ >> kMapShift];
         const int row = task.row0 + static_cast<int>((thread - kWarpgroup) / kWarp) * 16;
         const int column = task.col0 + kSlot * kSlotGroups * kGroupN;
         ptx::store_tensor(map, own, column, row, task.expert);
@@ -98,7 +95,7 @@ class GradientEpilogue : public Epilogue<Products> {
   static constexpr uint32_t kStageMask = kStages - 1;
   static constexpr uint32_t kFromAccumulators = 1 << 8;
   static constexpr int kMapShift = 16;
-  static constexpr uint32_t kRowBytes = kGroupN * 2, kBoxBytes = kShortBoxRows * kRowBytes;
+  static constexpr uint32_t kRowBytes = kGroupN * 2, kBoxBytes = kGradientBoxRows * kRowBytes;
   static constexpr int kSlotGroups = 2;
   static_assert(kSlotGroups * kSlots * kGroupN == kTileN);
 

@@ -19,8 +19,8 @@
 
 namespace mok::cuda {
 
-// A direction: kBackward, Tensors<ranks of the launch> (its Products) and Hooks (from the plan's tasks to the tile
-// core's: forward_hooks.cuh, backward_hooks.cuh).
+// A direction: kBackward, Tensors<ranks of the launch> (its Products) and Hooks (from the plan's
+// tasks to the tile core's: forward_hooks.cuh, backward_hooks.cuh).
 template <class Direction, int kRanks>
 struct LayerParams {
   int32_t ranks_here;  // 1 .. kRanks
@@ -35,11 +35,11 @@ struct LayerShared {
   static constexpr int kComputePhases = kBackward ? 160 : 64;
   static constexpr int kCommunicationPhases = 64;
   union {
-    std::conditional_t<kBackward, TileShared, TallTileShared> tile;
+    TileShared tile;
     ScheduleShared schedule;
   };
   ReduceShared reduce;
-  CommShared<kBackward> comm;
+  CommShared comm;
   plan::Plan plan;
   plan::Phase compute[kComputePhases], communication[kCommunicationPhases];
   AbortFlag abort;  // outlives the phases
@@ -49,15 +49,6 @@ struct LayerShared {
   typename Direction::Shared hooks;
   __device__ LayerShared() {}
 };
-
-template <class Direction>
-__device__ __forceinline__ TallShared* tall_of(LayerShared<Direction>& shared) {
-  if constexpr (Direction::kBackward) {
-    return nullptr;
-  } else {
-    return &shared.tile.tall;
-  }
-}
 
 // What the hooks of both directions share.
 struct HooksBase {
@@ -231,7 +222,7 @@ __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& pa
   switch (static_cast<ProducerWarp>(__shfl_sync(~0u, threadIdx.x / kWarp, 0))) {
     case ProducerWarp::load:
       if (lane == 0) {
-        TileLoader(shared.tile, tall_of(shared), params.tensors[share.which], hooks)
+        TileLoader(shared.tile, params.tensors[share.which], hooks)
             .template run<Direction::kBackward>();
       }
       break;
@@ -277,8 +268,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::raise_registers<kConsumerRegisters>();
       const uint32_t group = __shfl_sync(~0u, fresh_thread() / kWarpgroup - 1, 0);
       TileConsumer<Direction::kBackward, typename Direction::template Tensors<kRanks>>(
-          shared_memory<Direction>().tile, tall_of(shared_memory<Direction>()),
-          params.tensors[Share<kRanks>(params.ranks_here).which], group)
+          shared_memory<Direction>().tile, params.tensors[Share<kRanks>(params.ranks_here).which],
+          group)
           .run();
       reduce(params, shared_memory<Direction>());
     }

@@ -37,20 +37,16 @@ class Encoder {
                            w.expert_stride, kBox});
   }
 
-  void short_buffer(CUtensorMap* to, Buffer b, int64_t columns, int64_t rows) {
-    encode(to, {state_.at<void>(b), 3, columns, rows, 1, columns, rows * columns, kShortBoxRows});
-  }
-
   // Of `p`, a weight gradient [rows, columns] of each expert, if it is bf16: map number `number`.
   template <class Tensors>
   void gradient(Tensors* out, int number, Product& p, int64_t columns, int64_t rows,
                 int64_t experts) {
-    if constexpr (Tensors::kHasShortMaps) {
+    if constexpr (Tensors::kThere) {
       if (p.mode != GradMode::storage) return;
       const int64_t expert_stride = experts > 1 ? p.weight_grad.expert_elements : rows * columns;
-      encode(&out->short_map[number],
+      encode(&out->gradient_map[number],
              {p.weight_grad.out, 3, columns, rows, experts, p.weight_grad.row_elements,
-              expert_stride, kShortBoxRows});
+              expert_stride, kGradientBoxRows});
       p.weight_grad.map = number;
     }
   }
@@ -235,17 +231,12 @@ void fill_products(const RankState& s, const LayerShape& shape, const ForwardArg
   } else {
     maps.common(w, w.gate, w.up, w.down, a.x);
   }
-  maps.short_buffer(&out->short_map[kRingXShort], Buffer::ring_x, s.g.hidden, maps.ring_rows());
-  maps.short_buffer(&out->short_map[kRingHiddenShort], Buffer::ring_hidden, s.g.intermediate,
-                    maps.ring_rows());
   maps.finish();
   out->swiglu_limit = shape.swiglu_limit;
   out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
                                         a.saved.gate, a.saved.up, s.g.intermediate);
   out->product[kRoutedGateUp].mx = mx;
-  out->product[kRoutedGateUp].a_short = kRingXShort;
   out->product[kRoutedDown] = rows_to(product_of(kRingHidden, kDown), s.tables.row_destination);
-  out->product[kRoutedDown].a_short = kRingHiddenShort;
   out->product[kSharedGateUpProduct] =
       gate_up(kOwnX, kSharedGate, kSharedUp, rows_of(s, Buffer::shared_hidden), a.saved.shared_gate,
               a.saved.shared_up, s.g.shared_intermediate);

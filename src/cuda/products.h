@@ -57,12 +57,9 @@ enum BackwardProduct : int16_t {
 // Weight gradients, in the order of their products.
 inline constexpr int kGradientMaps = 6;
 
-enum ForwardShortMap : int8_t { kRingXShort, kRingHiddenShort, kForwardShortMaps };
-
-using ForwardTensors = Products<kForwardMaps, kForwardProducts, kForwardShortMaps>;
+using ForwardTensors = Products<kForwardMaps, kForwardProducts>;
 template <int kRanks>
-using BackwardTensors =
-    Products<kBackwardMaps, kBackwardProducts, kRanks == 1 ? kGradientMaps : 0>;
+using BackwardTensors = Products<kBackwardMaps, kBackwardProducts, kRanks == 1 ? kGradientMaps : 0>;
 
 // Throw bad_argument when a tensor map is refused.
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,

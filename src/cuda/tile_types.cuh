@@ -22,7 +22,6 @@ inline constexpr int kTileInterGrad = 192;  // columns of a d_hidden tile
 inline constexpr int kGroupN = 64;  // sizes are multiples of it; a load of B, an epilogue slot
 inline constexpr int kStages = 4;
 inline constexpr int kTaskSlots = 4;  // drawn, loading, multiplying, storing
-inline constexpr int kTallRows = 16;  // that a tile may have beyond kTileM
 
 inline constexpr int kWarp = 32;
 inline constexpr int kWarpgroup = 128;
@@ -75,7 +74,7 @@ struct alignas(16) TileTask {
   TaskKind kind;
   int16_t product;    // index into Products
   int32_t steps;      // of the contraction, kTileK each; 0: an expert without rows
-  int32_t rows;       // valid rows of the result, 1 .. kTileM; forward's tall tiles: more
+  int32_t rows;       // valid rows of the result, 1 .. kTileM
   int32_t cols;       // valid columns, a multiple of kGroupN
   int32_t row0;       // first row in A and in hidden, d_gate, d_up; of a gradient: in the matrix
   int32_t col0;       // first column of the result; row of the weight matrix
@@ -100,21 +99,17 @@ struct alignas(16) TileTask {
     __device__ __forceinline__ bool narrow() const { return word >> 21 & 1; }  // 128 columns do
     __device__ __forceinline__ bool carried_in() const { return word >> 22 & 1; }
     __device__ __forceinline__ bool spreads() const { return word >> 23 & 1; }
-    __device__ __forceinline__ TaskKind kind() const {
-      return static_cast<TaskKind>(word >> 24 & 0x7f);
-    }
-    __device__ __forceinline__ bool tall() const { return word >> 31; }  // rows > kTileM
+    __device__ __forceinline__ TaskKind kind() const { return static_cast<TaskKind>(word >> 24); }
   };
   __device__ __forceinline__ Shape shape_of() const {
     if (kind == TaskKind::stop) return {0};  // the rest is not filled in
-    const bool tall = rows > kTileM;
-    const bool narrow = !tall && cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
+    const bool narrow = cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
     const bool low_half = rows <= kHalfM;
     const bool carried_in = kind == TaskKind::weight_grad && (save_rows & kCarryIn) != 0;
-    const bool spreads = !narrow && !tall && !carried_in && steps > 0;
+    const bool spreads = !narrow && !carried_in && steps > 0;
     return {static_cast<uint32_t>(steps) | uint32_t{low_half} << 20 | uint32_t{narrow} << 21 |
             uint32_t{carried_in} << 22 | uint32_t{spreads} << 23 |
-            static_cast<uint32_t>(kind) << 24 | uint32_t{tall} << 31};
+            static_cast<uint32_t>(kind) << 24};
   }
 };
 static_assert(sizeof(TileTask) == 48);
@@ -126,7 +121,6 @@ struct Product {
   int8_t a_slice;     // weight_grad: third coordinate in a's map (of d_input: 0 of gate, 1 of up)
   bool gate_in_ring;  // d_hidden: gate and up stand where d_gate does, at row0
   bool mx;            // hidden, d_gate and d_up are rounded to their MX blocks
-  int8_t a_short;     // gate_up, down: a's map of short boxes
   GradMode mode;      // weight_grad
   static constexpr int32_t kNoMap = -1;
   union {
@@ -153,24 +147,23 @@ struct Product {
   };
 };
 
-// Maps with boxes of 64 columns x 16 rows: forward's of A for the rows of a tall tile beyond 128,
-// backward's of weight gradients, a warp's rows of a tile. Backward's kernel of ranks that share a
-// GPU has none: eight ranks' maps are more than a kernel's parameters may be.
+// Maps of weight gradients, with boxes of 64 columns x 16 rows, a warp's rows of a tile. The kernel
+// of ranks that share a GPU has none: eight ranks' maps are more than a kernel's parameters may be.
 template <int kCount>
-struct ShortMaps {
-  static constexpr bool kHasShortMaps = true;
-  CUtensorMap short_map[kCount];
+struct GradientMaps {
+  static constexpr bool kThere = true;
+  CUtensorMap gradient_map[kCount];
 };
 template <>
-struct ShortMaps<0> {
-  static constexpr bool kHasShortMaps = false;
+struct GradientMaps<0> {
+  static constexpr bool kThere = false;
 };
-inline constexpr int kShortBoxRows = 16;
+inline constexpr int kGradientBoxRows = 16;
 
 // Kernel parameter (__grid_constant__): the copy engine reads the maps from it. All maps: bf16,
 // 128-byte swizzle, {columns, rows, experts}; those of operands with boxes of 64 x 64 x 1.
-template <int kMaps, int kProducts, int kShortMaps = 0>
-struct Products : ShortMaps<kShortMaps> {
+template <int kMaps, int kProducts, int kGradientMaps = 0>
+struct Products : GradientMaps<kGradientMaps> {
   CUtensorMap map[kMaps];
   Product product[kProducts];
   float swiglu_limit;  // +infinity: none
@@ -204,16 +197,6 @@ struct TileShared {
     abort.raised = 0;
     ptx::fence_mbarrier_init();
   }
-};
-
-// Rows of A that a tall tile has beyond 128, in each stage. wgmma reads 64 rows from there on: what
-// it finds behind the first 16, whatever that is, goes into rows that nobody stores.
-struct TallShared {
-  alignas(1024) uint8_t a[kStages][kTallRows * kTileK * 2];
-};
-
-struct TallTileShared : TileShared {
-  TallShared tall;
 };
 
 }  // namespace mok::cuda

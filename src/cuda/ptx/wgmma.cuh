@@ -27,13 +27,16 @@ struct Operand {
 
   // From element k of K on; k is a multiple of 16.
   __device__ __forceinline__ uint64_t at(int k) const {
+    constexpr uint32_t kSwizzle128 = 1u << 30;
+    constexpr uint32_t kGroupStride = 1024 >> 4;
     uint64_t descriptor;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low + k * kStep / 16), "r"(kHigh));
+    asm("mov.b64 %0, {%1, %2};"
+        : "=l"(descriptor)
+        : "r"(low + k * kStep / 16), "r"(kSwizzle128 | kGroupStride));
     return descriptor;
   }
 
  private:
-  static constexpr uint32_t kHigh = 1u << 30 | 1024 >> 4;  // 128-byte swizzle; between groups
   static constexpr uint32_t kLeading = kTransposed ? 8192 >> 4 : 1;  // between boxes
   static constexpr int kStep = kTransposed ? 128 : 2;                // bytes from k to k + 1
 };
@@ -140,22 +143,6 @@ __device__ __forceinline__ void wgmma_n192(float* d, uint64_t a, uint64_t b, int
 }
 
 template <bool kTransposeA, bool kTransposeB>
-__device__ __forceinline__ void wgmma_n64(float* d, uint64_t a, uint64_t b, int add) {
-  asm volatile(
-      "{\n .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
-      " wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, %35, %36;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-        "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(add), "n"(int(kTransposeA)), "n"(int(kTransposeB)));
-}
-
-template <bool kTransposeA, bool kTransposeB>
 __device__ __forceinline__ void wgmma_n128(float* d, uint64_t a, uint64_t b, int add) {
   asm volatile(
       "{\n .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
@@ -185,7 +172,6 @@ __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, int add)
   if constexpr (kColumns == 256) wgmma_n256<kTransposeA, kTransposeB>(d, a, b, add);
   if constexpr (kColumns == 192) wgmma_n192<kTransposeA, kTransposeB>(d, a, b, add);
   if constexpr (kColumns == 128) wgmma_n128<kTransposeA, kTransposeB>(d, a, b, add);
-  if constexpr (kColumns == 64) wgmma_n64<kTransposeA, kTransposeB>(d, a, b, add);
 }
 
 }  // namespace mok::cuda::ptx

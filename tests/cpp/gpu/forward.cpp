@@ -32,10 +32,9 @@ std::vector<Case> cases() {
       {"shared", shape_of(256, 128, 8, 2, 192), {300}},
       {"shared_gated_limit", limited, {300}},
       {"one_expert", shape_of(256, 256, 8, 4), {700}, "one-expert"},
-      {"tall_tile", shape_of(320, 192, 8, 4, 128), {140}, "one-expert"},
-      {"tall_tile_one_row", shape_of(256, 320, 8, 4), {129}, "one-expert"},
-      {"tall_tile_full", shape_of(704, 256, 8, 4), {272}, "one-expert"},
-      {"tall_tile_refills", shape_of(256, 128, 4, 2), {1420}, "one-expert", 512, 256},
+      {"few_rows_in_the_last_tile", shape_of(320, 192, 8, 4, 128), {140}, "one-expert"},
+      {"one_row_in_the_last_tile", shape_of(256, 320, 8, 4), {129}, "one-expert"},
+      {"few_rows_after_refills", shape_of(256, 128, 4, 2), {1420}, "one-expert", 512, 256},
       {"none", shape_of(256, 256, 8, 4), {100}, "none"},
       {"topk_equals_experts", shape_of(128, 64, 40, 40), {60}},
       {"many_experts", shape_of(128, 64, 1024, 8), {200}},
@@ -44,7 +43,7 @@ std::vector<Case> cases() {
       {"ep2", shape_of(256, 192, 8, 3), {200, 133}},
       {"ep2_shared", shape_of(256, 192, 8, 3, 128, true), {200, 133}},
       {"ep2_zero_tokens", shape_of(256, 192, 8, 3), {0, 133}},
-      {"ep2_tall_tile", shape_of(320, 192, 8, 4), {70, 63}, "one-expert"},
+      {"ep2_few_rows", shape_of(320, 192, 8, 4), {70, 63}, "one-expert"},
       {"ep4_uneven", shape_of(192, 128, 8, 2), {1, 300, 0, 77}},
       {"ep8", shape_of(256, 128, 16, 6), {64, 64, 64, 64, 64, 64, 64, 64}},
       {"ep3_refills", shape_of(256, 128, 9, 4), {300, 500, 10}, "zipf:1.2", 768, 128},
@@ -123,24 +122,6 @@ TEST_P(GpuForwardBits, same_for_every_ep_and_knob) {
           expected, GpuLayer(s).forward(),
           "ring " + std::to_string(k.ring) + ", minibatch " + std::to_string(k.minibatch));
     }
-  }
-}
-
-// The last rows of an expert are computed in a tile of their own, or, in a minibatch that has the
-// tile before them too, with that one.
-TEST_P(GpuForwardBits, same_for_rows_of_a_tall_tile) {
-  for (const int64_t tokens : {129, 144, 145, 267}) {
-    LayerSetup s;
-    s.options.precision = GetParam();
-    s.shape = shape_of(576, 320, 8, 2);
-    s.routing = problem::parse_routing("one-expert");
-    s.tokens = {tokens};
-    s.seed = 12;
-    s.options.deadlines = {20, 10};
-    s.options.workspace.minibatch_rows = 128;
-    const auto alone = GpuLayer(s).forward();
-    s.options.workspace.minibatch_rows = 1024;
-    expect_same_bits(alone, GpuLayer(s).forward(), std::to_string(tokens) + " tokens");
   }
 }
 
