@@ -418,8 +418,7 @@ class TileConsumer {
   template <int kSlot, class Epilogue>
   __device__ __forceinline__ void run_slot(Epilogue& tile) {
     if constexpr (std::is_same_v<Epilogue, GradientEpilogue<Products>>) {
-      tile.template run_slot<kSlot>(pending_task(),
-                                    shared_.b[tile.held()] + group_ * tile.kStagingBytes);
+      tile.template run_slot<kSlot>(shared_.b[tile.held()] + group_ * tile.kStagingBytes);
     } else {
       tile.template run_slot<kSlot>(pending_task());
     }

@@ -32,6 +32,9 @@ class GradientEpilogue : public Epilogue<Products> {
   // Before the last wait for products.
   __device__ __forceinline__ void prepare(const TileTask& task) {
     const Product& product = products_.product[task.product];
+    row_ = task.row0 + static_cast<int>((fresh_thread() - kWarpgroup) / kWarp) * kGradientBoxRows;
+    column_ = task.col0;
+    expert_ = task.expert;
     flags_ = static_cast<uint32_t>(task.cols / kGroupN) |
              static_cast<uint32_t>(product.weight_grad.map) << kMapShift;
     if (GradientStore(product, task).leaves_accumulators()) flags_ |= kFromAccumulators;
@@ -48,7 +51,7 @@ class GradientEpilogue : public Epilogue<Products> {
 
   // `staging`: the warpgroup's half of B in the stage that is held.
   template <int kSlot>
-  __device__ __forceinline__ void run_slot(const TileTask& task, uint8_t* staging) {
+  __device__ __forceinline__ void run_slot(uint8_t* staging) {
     const int groups = static_cast<int>(flags_ & kGroupsMask) - kSlot * kSlotGroups;
     if (groups <= 0) return;
     if (kSlot > 0) wait_until_read();
@@ -72,12 +75,9 @@ class GradientEpilogue : public Epilogue<Products> {
     if constexpr (Products::kThere) {
       if (ptx::elect()) {
         const CUtensorMap* map = &products_.gradient_map[flags_ >> kMapShift];
-        const int row = task.row0 + static_cast<int>((thread - kWarpgroup) / kWarp) * 16;
-        const int column = task.col0 + kSlot * kSlotGroups * kGroupN;
-        ptx::store_tensor(map, own, column, row, task.expert);
-        if (groups > 1) {
-          ptx::store_tensor(map, own + kBoxBytes, column + kGroupN, row, task.expert);
-        }
+        const int column = column_ + kSlot * kSlotGroups * kGroupN;
+        ptx::store_tensor(map, own, column, row_, expert_);
+        if (groups > 1) ptx::store_tensor(map, own + kBoxBytes, column + kGroupN, row_, expert_);
         ptx::commit_stores();
       }
     }
@@ -100,6 +100,7 @@ class GradientEpilogue : public Epilogue<Products> {
   static_assert(kSlotGroups * kSlots * kGroupN == kTileN);
 
   PackedTile packed_;
+  int row_ = 0, column_ = 0, expert_ = 0;  // of the warp's first result
 };
 
 }  // namespace mok::cuda
