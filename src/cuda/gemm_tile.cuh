@@ -11,6 +11,8 @@
 //
 //   shared memory                     written by   full             read by     empty
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
+//     b of a weight gradient's last   consumers    (a warp's own)   tensor      the same, after
+//       stage, once it is multiplied                               stores        its 2nd slot
 //     task[4], shape[4]               schedule     task_full        all         task_empty: publish
 //   task_done: 8 consumer warps -> publish       draw: load -> schedule (draw the next ticket now)
 //   task_loading: load -> consumers (the task's inputs are there)
