@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from modules import check_fully_sharded, leave_experts_to_their_ranks
 from problems import (
     TOLERANCE,
     assert_same_bits,
@@ -447,23 +448,8 @@ class Net(torch.nn.Module):
 
 
 def fully_sharded(rank, compile_it):
-    from torch.distributed.fsdp import fully_shard
-
-    net = Net()
-    plain = Net()
-    # Experts are this rank's own: FSDP must leave them alone.
-    fully_shard(net, ignored_params=set(net.moe.expert_parameters()))
-    function = torch.compile(net, backend="aot_eager") if compile_it else net
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(rank))
-    y, want = function(x), plain(x)
-    y.square().sum().backward()
-    want.square().sum().backward()
-    torch.testing.assert_close(y, want)
-    torch.testing.assert_close(net.moe.w_gate.grad, plain.moe.w_gate.grad)
-    gradient = net.inner.weight.grad.full_tensor()
-    dist.all_reduce(plain.inner.weight.grad)
-    torch.testing.assert_close(gradient, plain.inner.weight.grad / 2)
-    return True
+    return check_fully_sharded(Net, x, compile_it)
 
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
@@ -475,10 +461,7 @@ def data_parallel(rank):
     from torch.nn.parallel import DistributedDataParallel
 
     net = Net()
-    names = [
-        n for n, p in net.named_parameters() if any(p is e for e in net.moe.expert_parameters())
-    ]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+    leave_experts_to_their_ranks(net)
     ddp = DistributedDataParallel(net)
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(rank))
     ddp(x).square().sum().backward()

@@ -15,6 +15,15 @@ def gpu_problem(seed, device=DEVICE, **settings):
     return moved(problem(seed, dtype=torch.bfloat16, **settings), device)
 
 
+def overwrite(static, tensors, source):
+    """What a captured call reads, with another problem's: `tensors` are `leaves(static)`."""
+    static.ids.copy_(source.ids)
+    static.d_y.copy_(source.d_y)
+    for t, s in zip(tensors, (source.x, source.topk_weights, *source.weights.each()), strict=True):
+        if t is not None:
+            t.data.copy_(s)
+
+
 def moved(thing, device):
     """A problem, a result of `run`, or any tuple or list of tensors, on another device."""
     if torch.is_tensor(thing):

@@ -6,7 +6,8 @@ import mok
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_problems import gpu_problem, moved
+from gpu_problems import gpu_problem, moved, overwrite
+from modules import check_fully_sharded, leave_experts_to_their_ranks
 from problems import (
     TOLERANCE,
     assert_same_bits,
@@ -242,13 +243,7 @@ def graphed(rank, ps, splits):
         y = mok.moe(tensors[0], static.ids, tensors[1], *tensors[2:])
         y.backward(static.d_y)
     for i in (1, 0, 1, 1):
-        static.ids.copy_(own[i].ids)
-        static.d_y.copy_(own[i].d_y)
-        for t, source in zip(
-            tensors, (own[i].x, own[i].topk_weights, *own[i].weights.each()), strict=True
-        ):
-            if t is not None:
-                t.data.copy_(source)
+        overwrite(static, tensors, own[i])
         graph.replay()
         grads = [None if t is None else t.grad for t in tensors]
         assert_same_bits((y, grads[0], grads[1], Weights(*grads[2:])), want[i])
@@ -292,21 +287,7 @@ def inputs(rank):
 
 
 def fully_sharded(rank, compile_it):
-    from torch.distributed.fsdp import fully_shard
-
-    net, plain = Net(here(rank)), Net(here(rank))
-    # Experts are this rank's own: FSDP must leave them alone.
-    fully_shard(net, ignored_params=set(net.moe.expert_parameters()))
-    function = torch.compile(net, backend="aot_eager") if compile_it else net
-    y, want = function(inputs(rank)), plain(inputs(rank))
-    y.square().sum().backward()
-    want.square().sum().backward()
-    torch.testing.assert_close(y, want)
-    torch.testing.assert_close(net.moe.w_gate.grad, plain.moe.w_gate.grad)
-    gradient = net.inner.weight.grad.full_tensor()
-    dist.all_reduce(plain.inner.weight.grad)
-    torch.testing.assert_close(gradient, plain.inner.weight.grad / 2)
-    return True
+    return check_fully_sharded(lambda: Net(here(rank)), inputs(rank), compile_it)
 
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
@@ -320,10 +301,7 @@ def data_parallel(rank, across):
     # Across: every rank has all experts, and DDP averages them, too.
     net = Net(here(rank), mok.local_group() if across else None)
     if not across:
-        names = [
-            n for n, p in net.named_parameters() if any(p is e for e in net.moe.expert_parameters())
-        ]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+        leave_experts_to_their_ranks(net)
     ddp = DistributedDataParallel(net, device_ids=[rank])
     ddp(inputs(rank)).square().sum().backward()
     return moved((net.inner.weight.grad, net.moe.router_weight.grad, net.moe.w_gate.grad), "cpu")

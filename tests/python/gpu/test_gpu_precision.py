@@ -4,6 +4,7 @@ import mok
 import pytest
 import torch
 from gpu_problems import DEVICE, gpu_problem, moved
+from modules import check_noticed_changes
 from mok import functional as F
 from problems import assert_same_bits, flat, leaves, run, same_bits
 from torch.utils.checkpoint import checkpoint
@@ -112,23 +113,8 @@ def layer_of(**settings):
 
 @pytest.mark.parametrize("layout", ["split", "stacked", "interleaved"])
 def test_the_layer_rounds_again_when_a_parameter_changed(layout):
-    layer = layer_of(layout=layout)
     x = torch.randn(50, 128, device=DEVICE).bfloat16()
-    first = layer(x)
-    kept = layer._quantized[1]
-    assert same_bits(layer(x), first) and layer._quantized[1] is kept
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    layer(x).float().square().mean().backward()
-    optimizer.step()
-    second = layer(x)
-    assert layer._quantized[1] is not kept and not same_bits(second, first)
-    fresh = layer_of(layout=layout)
-    fresh.load_state_dict(layer.state_dict())
-    assert same_bits(fresh(x), second)
-    layer.w_down.data.mul_(2)  # the version counter does not see this
-    assert same_bits(layer(x), second)
-    layer.requantize()
-    assert not same_bits(layer(x), second)
+    check_noticed_changes(lambda: layer_of(layout=layout), x)
 
 
 def grads_of(layer, x, function=None):

@@ -3,7 +3,7 @@
 import mok
 import pytest
 import torch
-from gpu_problems import DEVICE, gpu_problem
+from gpu_problems import DEVICE, gpu_problem, overwrite
 from problems import assert_same_bits, leaves, run, same_bits
 from torch.utils.checkpoint import checkpoint
 
@@ -73,11 +73,7 @@ def test_forward_and_backward_in_a_graph_with_changing_ids():
         y = mok.moe(tensors[0], static.ids, tensors[1], *tensors[2:])
         y.backward(static.d_y)
     for i in (1, 2, 0, 2):
-        for t, source in zip(tensors, (ps[i].x, ps[i].topk_weights, *ps[i].weights.each()),
-                             strict=True):  # fmt: skip
-            t.data.copy_(source)
-        static.ids.copy_(ps[i].ids)
-        static.d_y.copy_(ps[i].d_y)
+        overwrite(static, tensors, ps[i])
         graph.replay()
         grads = [t.grad for t in tensors]
         assert_same_bits((y, grads[0], grads[1], Weights(*grads[2:])), want[i])
