@@ -19,6 +19,11 @@
 
 namespace mok::cuda {
 
+// Whether the kernels compute in that precision.
+constexpr bool runs(Precision precision) {
+  return precision == Precision::bf16 || precision == Precision::mxfp8;
+}
+
 struct Options {
   WorkspaceOptions workspace;             // workers and delays are the CPU executor's
   Precision precision = Precision::bf16;  // or mxfp8: it reads LayerWeights::rounded

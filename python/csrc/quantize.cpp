@@ -27,6 +27,15 @@ void require(bool good, const std::string& message) {
   if (!good) throw std::invalid_argument("mok: " + message);
 }
 
+#ifdef MOK_WITH_CUDA
+// launch(stream): on the tensor's GPU and PyTorch's current stream there.
+template <class Launch>
+void on_gpu_of(const Tensor& t, const Launch& launch) {
+  const cuda::DeviceGuard guard(t.get_device_index());
+  launch(static_cast<cudaStream_t>(current_stream(t.get_device_index())));
+}
+#endif
+
 // [M, N] or [E, M, N], as E matrices.
 struct Matrices {
   int64_t count, rows, columns;
@@ -79,9 +88,9 @@ Quantized quantize(Precision precision, const Tensor& x_bf16, bool return_normal
   }
 #ifdef MOK_WITH_CUDA
   if (x_bf16.is_cuda()) {
-    const cuda::DeviceGuard guard(x_bf16.get_device_index());
-    cuda::quantize_weights(precision, x, m.count, m.rows, m.columns, target,
-                           static_cast<cudaStream_t>(current_stream(x_bf16.get_device_index())));
+    on_gpu_of(x_bf16, [&](cudaStream_t stream) {
+      cuda::quantize_weights(precision, x, m.count, m.rows, m.columns, target, stream);
+    });
     return {normal, normal_scales, transposed, transposed_scales};
   }
 #endif
@@ -111,9 +120,10 @@ Tensor dequantize(Precision precision, const Tensor& x_fp8, const Tensor& x_sc) 
   auto* out = static_cast<std::byte*>(data(y));
 #ifdef MOK_WITH_CUDA
   if (x.is_cuda()) {
-    const cuda::DeviceGuard guard(x.get_device_index());
-    cuda::dequantize_weights(precision, in, scales, m.count, m.rows, m.columns, out, false,
-                             static_cast<cudaStream_t>(current_stream(x.get_device_index())));
+    on_gpu_of(x, [&](cudaStream_t stream) {
+      cuda::dequantize_weights(precision, in, scales, m.count, m.rows, m.columns, out, false,
+                               stream);
+    });
     return y;
   }
 #endif
@@ -137,11 +147,12 @@ std::tuple<OptionalTensor, OptionalTensor> mxfp8_round(Tensor x_bf16, bool along
   if (along_columns) columns = take();
 #ifdef MOK_WITH_CUDA
   if (x_bf16.is_cuda()) {
-    const cuda::DeviceGuard guard(x_bf16.get_device_index());
     try {
-      cuda::round_weights(Precision::mxfp8, x, m.count, m.rows, m.columns,
-                          rows ? data(*rows) : nullptr, columns ? data(*columns) : nullptr,
-                          static_cast<cudaStream_t>(current_stream(x_bf16.get_device_index())));
+      on_gpu_of(x_bf16, [&](cudaStream_t stream) {
+        cuda::round_weights(Precision::mxfp8, x, m.count, m.rows, m.columns,
+                            rows ? data(*rows) : nullptr, columns ? data(*columns) : nullptr,
+                            stream);
+      });
     } catch (const Error& e) {
       require(false, std::string("x_bf16: ") + e.what());
     }
@@ -195,10 +206,10 @@ Tensor dequantize_on_gpu(Precision precision, const Tensor& data, const Tensor& 
   const int64_t rows = x.size(1), columns = x.size(2);
   const int64_t out_rows = transpose ? columns : rows, out_columns = transpose ? rows : columns;
   Tensor y = empty(x, {x.size(0), out_rows, out_columns}, ScalarType::BFloat16);
-  const cuda::DeviceGuard guard(x.get_device_index());
-  cuda::dequantize_weights(precision, const_data(x), static_cast<const uint8_t*>(const_data(s)),
-                           x.size(0), rows, columns, torch_ops::data(y), transpose,
-                           static_cast<cudaStream_t>(current_stream(x.get_device_index())));
+  on_gpu_of(x, [&](cudaStream_t stream) {
+    cuda::dequantize_weights(precision, const_data(x), static_cast<const uint8_t*>(const_data(s)),
+                             x.size(0), rows, columns, torch_ops::data(y), transpose, stream);
+  });
   return y;
 }
 #else
@@ -217,16 +228,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok, m) {
   m.def("fp8_dequantize(Tensor x_fp8, Tensor x_sc) -> Tensor");
 }
 
-#define MOK_QUANTIZERS(m)                                     \
-  (m).impl("mxfp8_quantize", TORCH_BOX(&mxfp8_quantize));     \
-  (m).impl("fp8_quantize", TORCH_BOX(&fp8_quantize));         \
-  (m).impl("mxfp8_dequantize", TORCH_BOX(&mxfp8_dequantize)); \
-  (m).impl("mxfp8_round", TORCH_BOX(&mxfp8_round));           \
-  (m).impl("fp8_dequantize", TORCH_BOX(&fp8_dequantize))
+template <class Library>
+void implement_quantizers(Library& m) {
+  m.impl("mxfp8_quantize", TORCH_BOX(&mxfp8_quantize));
+  m.impl("fp8_quantize", TORCH_BOX(&fp8_quantize));
+  m.impl("mxfp8_round", TORCH_BOX(&mxfp8_round));
+  m.impl("mxfp8_dequantize", TORCH_BOX(&mxfp8_dequantize));
+  m.impl("fp8_dequantize", TORCH_BOX(&fp8_dequantize));
+}
 
-STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) { MOK_QUANTIZERS(m); }
+STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) { implement_quantizers(m); }
 #ifdef MOK_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(mok, CUDA, m) { MOK_QUANTIZERS(m); }
+STABLE_TORCH_LIBRARY_IMPL(mok, CUDA, m) { implement_quantizers(m); }
 #endif
 
 }  // namespace mok::torch_ops

@@ -1,9 +1,9 @@
 #include "cli/cuda_support.h"
 
+#include "mok/cuda.h"
+
 #ifdef MOK_WITH_CUDA
 #include <cuda_runtime_api.h>
-
-#include "mok/cuda.h"
 #endif
 
 namespace mok::cli {
@@ -15,7 +15,7 @@ std::string cuda_refuses(const Spec& spec) {
                              " is not a multiple of 64, which --device cuda needs";
   };
   const LayerShape& s = spec.shape;
-  if (spec.precision != Precision::bf16 && spec.precision != Precision::mxfp8) {
+  if (!cuda::runs(spec.precision)) {
     return std::string("--precision: ") + to_string(spec.precision) +
            " runs on the CPU only, not with --device cuda";
   }

@@ -11,8 +11,7 @@ void require(bool holds, const std::string& message) {
 }
 
 void check_shape(const LayerShape& shape, int ranks, const Options& options) {
-  const bool runs = options.precision == Precision::bf16 || options.precision == Precision::mxfp8;
-  if (!runs) {
+  if (!runs(options.precision)) {
     throw Error(ErrorCode::unsupported,
                 "precision: GPUs run bf16 and mxfp8; fp8, fp32 and fp64 run on the CPU only");
   }

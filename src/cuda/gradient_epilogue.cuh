@@ -18,7 +18,7 @@ namespace mok::cuda {
 template <class Products>
 class GradientEpilogue : public Epilogue<Products> {
   using Base = Epilogue<Products>;
-  using Base::flags_, Base::products_, Base::product;
+  using Base::flags_, Base::products_;
 
  public:
   static constexpr int kSlots = 2;

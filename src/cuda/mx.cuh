@@ -32,11 +32,16 @@ __device__ __forceinline__ uint4 mx_dequantize_eight(uint32_t low4, uint32_t hig
 // what is added overflows. A NaN stays one, infinity too, as they do on the way through E4M3.
 
 // The largest |v| of a lane's part of a block, in each half of the word.
-__device__ __forceinline__ uint32_t mx_amax(const uint32_t (&v)[4]) {
+template <int kWords>
+__device__ __forceinline__ uint32_t mx_amax(const uint32_t (&v)[kWords]) {
   uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) amax = ptx::max_bf16x2(amax, ptx::abs_bf16x2(v[i]));
+  for (int i = 0; i < kWords; ++i) amax = ptx::max_bf16x2(amax, ptx::abs_bf16x2(v[i]));
   return amax;
+}
+// Of both halves, where they are of one block.
+__device__ __forceinline__ uint32_t mx_amax_of_halves(uint32_t amax) {
+  return ptx::max_bf16x2(amax, __byte_perm(amax, 0, 0x1032));
 }
 // With that of the lane `distance` away, which has another part.
 __device__ __forceinline__ uint32_t mx_amax_across(uint32_t amax, int distance) {
@@ -64,9 +69,8 @@ __device__ __forceinline__ uint32_t mx_round_pair(uint32_t v, uint32_t small) {
 
 // A block of 32 of which each of a quad's lanes has eight: whole warp.
 __device__ __forceinline__ void mx_round_block(uint32_t (&v)[4]) {
-  uint32_t amax = mx_amax_across(mx_amax_across(mx_amax(v), 1), 2);
-  amax = ptx::max_bf16x2(amax, __byte_perm(amax, 0, 0x1032));
-  const uint32_t small = mx_small(amax);
+  const uint32_t amax = mx_amax_across(mx_amax_across(mx_amax(v), 1), 2);
+  const uint32_t small = mx_small(mx_amax_of_halves(amax));
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = mx_round_pair(v[i], small);
 }
@@ -84,7 +88,7 @@ __device__ __forceinline__ void mx_round_blocks(uint32_t (&a)[4], uint32_t (&b)[
     cc = ptx::max_bf16x2(cc, other_cc);
   }
   ab = mx_small(ab);
-  cc = mx_small(ptx::max_bf16x2(cc, __byte_perm(cc, 0, 0x1032)));
+  cc = mx_small(mx_amax_of_halves(cc));
   const uint32_t small_a = __byte_perm(ab, 0, 0x1010), small_b = __byte_perm(ab, 0, 0x3232);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

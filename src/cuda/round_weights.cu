@@ -72,12 +72,8 @@ __global__ void __launch_bounds__(kThreads) round_kernel(RoundArgs a) {
     if (a.along_rows == nullptr) continue;
     uint32_t v[kChunk / 2] = {part[0].x, part[0].y, part[0].z, part[0].w,
                               part[1].x, part[1].y, part[1].z, part[1].w};
-    uint32_t amax = 0;
-#pragma unroll
-    for (const uint32_t pair : v) amax = ptx::max_bf16x2(amax, ptx::abs_bf16x2(pair));
-    amax = ptx::max_bf16x2(amax, __byte_perm(amax, 0, 0x1032));
     static_assert(kMxBlock == 2 * kChunk);
-    const uint32_t small = mx_small(mx_amax_across(amax, 1));
+    const uint32_t small = mx_small(mx_amax_across(mx_amax_of_halves(mx_amax(v)), 1));
 #pragma unroll
     for (uint32_t& pair : v) pair = mx_round_pair(pair, small);
     if (inside(pass)) store(place(a.along_rows, pass), v);
@@ -86,14 +82,13 @@ __global__ void __launch_bounds__(kThreads) round_kernel(RoundArgs a) {
   __syncthreads();
   {
     const int block = threadIdx.x % 4, which = threadIdx.x / 4;
-    uint32_t pair[kMxBlock], amax = 0;
+    uint32_t pair[kMxBlock];
 #pragma unroll
     for (int r = 0; r < kMxBlock; ++r) {
       const int row = block * kMxBlock + r;
       pair[r] = word[row][rotated(row, which)];
-      amax = ptx::max_bf16x2(amax, ptx::abs_bf16x2(pair[r]));
     }
-    const uint32_t small = mx_small(amax);
+    const uint32_t small = mx_small(mx_amax(pair));
 #pragma unroll
     for (int r = 0; r < kMxBlock; ++r) {
       const int row = block * kMxBlock + r;
