@@ -21,12 +21,12 @@ namespace mok::cuda {
 
 // Whether the kernels compute in that precision.
 constexpr bool runs(Precision precision) {
-  return precision == Precision::bf16 || precision == Precision::mxfp8;
+  return precision == Precision::bf16 || is_quantized(precision);
 }
 
 struct Options {
   WorkspaceOptions workspace;             // workers and delays are the CPU executor's
-  Precision precision = Precision::bf16;  // or mxfp8: it reads LayerWeights::rounded
+  Precision precision = Precision::bf16;  // mxfp8 reads LayerWeights::rounded, fp8 ::quantized
   GroupOptions deadlines;
   int comm_blocks = 0;  // blocks of each rank that communicate; 0 = all
   int sm_reserve = 0;   // SMs of each GPU left to others

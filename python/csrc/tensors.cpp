@@ -192,7 +192,8 @@ QuantizedStack Arguments::quantized(const char* name, const std::vector<Tensor>&
 
 void Arguments::quantized_one(const std::vector<Tensor>& q, const Sizes& s, const QuantizedOne& one,
                               LayerWeights& w) {
-  if (s.device != kCpu && q[0].scalar_type() == ScalarType::BFloat16) {
+  const bool reads_rounded = s.device != kCpu && s.precision == Precision::mxfp8;
+  if (reads_rounded && q[0].scalar_type() == ScalarType::BFloat16) {
     const auto& t = q[one.place];
     const int64_t rows = one.transposed ? one.columns : one.rows;
     const int64_t columns = one.transposed ? one.rows : one.columns;
@@ -203,7 +204,7 @@ void Arguments::quantized_one(const std::vector<Tensor>& q, const Sizes& s, cons
   }
   const size_t at = 2 * one.place;
   const QuantizedStack fp8 = quantized(one.name, q, at, s, one.rows, one.columns);
-  if (s.device == kCpu) {
+  if (!reads_rounded) {
     w.quantized.*one.quantized = fp8;
   } else {
     w.rounded.*one.rounded = stack(

@@ -228,9 +228,7 @@ class Group:
 
             def size():
                 _library.check_gpu(device.index)
-                if shape.precision == "fp8":
-                    raise NotImplementedError("precision: fp8 is not there on GPUs; mxfp8 is")
-                if shape.precision not in (torch.bfloat16, "mxfp8"):
+                if shape.precision not in (torch.bfloat16, "mxfp8", "fp8"):
                     raise TypeError(
                         f"w_down: dtype {shape.precision}; on a GPU the layer computes in "
                         "torch.bfloat16 (MoELayer's compute_dtype converts weights)"

@@ -98,8 +98,9 @@ struct GpuTokens {  // of one problem
 struct GpuRank {
   std::vector<GpuTokens> tokens;
   std::vector<GpuMemory> weights;  // in the order of weight_slices
-  // mxfp8: gate, up and down as forward reads them, then as backward does.
-  std::array<GpuMemory, 6> rounded;
+  // gate, up and down as quantised products of forward read them, then as those of backward do:
+  // mxfp8 bf16, fp8 codes with scales.
+  std::array<GpuMemory, 6> quantized, scales;
   // What forward keeps for backward.
   GpuMemory saved_gate, saved_up, saved_shared_gate, saved_shared_up, saved_shared_out;
   std::array<GpuMemory, kOuts> outputs;
@@ -108,7 +109,8 @@ struct GpuRank {
                   saved_shared_up.bytes() + saved_shared_out.bytes();
     for (const GpuMemory& m : outputs) sum += m.bytes();
     for (const GpuMemory& m : weights) sum += m.bytes();
-    for (const GpuMemory& m : rounded) sum += m.bytes();
+    for (const GpuMemory& m : quantized) sum += m.bytes();
+    for (const GpuMemory& m : scales) sum += m.bytes();
     for (const GpuTokens& t : tokens) {
       sum += t.x.bytes() + t.d_y.bytes() + t.ids.bytes() + t.topk_weights.bytes();
     }
@@ -136,13 +138,13 @@ class CudaRun {
     }
     for (const auto& [gpu, lane] : lanes_) wait(*lane);
     if (is_quantized(spec.precision)) {
-      for (int r = 0; r < spec.ranks(); ++r) round(r);
+      for (int r = 0; r < spec.ranks(); ++r) quantize(r);
     }
   }
 
   Outcome play() {
     Outcome out;
-    out.quantize_ms = round_ms_;
+    out.quantize_ms = quantize_ms_;
     for (int r = 0; r < spec_.ranks(); ++r) {
       out.outputs.emplace_back();
       for (int o = 0; spec_.compare_bits && o < kOuts; ++o) {
@@ -238,21 +240,39 @@ class CudaRun {
   }
 
   // What products read of the routed weights, and the time that takes: of the slowest rank.
-  void round(int r) {
+  void quantize(int r) {
     const int64_t h = spec_.shape.hidden, i = spec_.shape.intermediate;
     const int64_t experts = spec_.experts_local();
+    const bool fp8 = spec_.precision == Precision::fp8;
     GpuRank& rank = ranks_[r];
-    for (GpuMemory& m : rank.rounded) {
-      m = GpuMemory(spec_.gpus[r], experts * h * i * 2, "weights of mxfp8");
+    for (int w = 0; w < 6; ++w) {
+      const auto take = [&](int64_t bytes) {
+        return GpuMemory(spec_.gpus[r], experts * bytes, "quantised weights");
+      };
+      rank.quantized[w] = take(h * i * (fp8 ? 1 : 2));
+      const bool across = w == 2 || w == 3 || w == 4;  // [H, I] and the transposed others
+      if (fp8) rank.scales[w] = take(scale_bytes(spec_.precision, across ? h : i, across ? i : h));
     }
     use_gpu(spec_.gpus[r]);
     const Event begin, end;
     const auto convert = [&] {
       for (int w = 0; w < 3; ++w) {
         const int64_t rows = w < 2 ? i : h, columns = w < 2 ? h : i;
-        cuda::round_weights(spec_.precision, {rank.weights[w].data(), rows * columns, columns},
-                            experts, rows, columns, rank.rounded[w].data(),
-                            spec_.backward ? rank.rounded[3 + w].data() : nullptr, lane(r).stream);
+        const ConstStack from{rank.weights[w].data(), rows * columns, columns};
+        void* const first = rank.quantized[w].data();
+        void* const second = spec_.backward ? rank.quantized[3 + w].data() : nullptr;
+        if (fp8) {
+          const auto scales = [&](int which) {
+            return static_cast<uint8_t*>(rank.scales[which].data());
+          };
+          cuda::quantize_weights(
+              spec_.precision, from, experts, rows, columns,
+              {first, scales(w), second, second != nullptr ? scales(3 + w) : nullptr},
+              lane(r).stream);
+        } else {
+          cuda::round_weights(spec_.precision, from, experts, rows, columns, first, second,
+                              lane(r).stream);
+        }
       }
     };
     convert();  // what is timed is not the first
@@ -262,7 +282,7 @@ class CudaRun {
     wait(lane(r));
     float ms = 0;
     check_cuda(cudaEventElapsedTime(&ms, begin.handle, end.handle), "event");
-    round_ms_ = std::max<double>(round_ms_, ms);
+    quantize_ms_ = std::max<double>(quantize_ms_, ms);
   }
 
   BackwardArgs backward_args(int r, int call) const {
@@ -279,9 +299,15 @@ class CudaRun {
     a.weights.gate = {rank.weights[0].data(), i * h, h};
     a.weights.up = {rank.weights[1].data(), i * h, h};
     a.weights.down = {rank.weights[2].data(), h * i, i};
-    if (is_quantized(spec_.precision)) {
+    if (spec_.precision == Precision::fp8) {
+      const auto stack = [&](int which) {
+        return QuantizedStack{rank.quantized[which].data(),
+                              static_cast<const uint8_t*>(rank.scales[which].data())};
+      };
+      a.weights.quantized = {stack(0), stack(1), stack(2), stack(3), stack(4), stack(5)};
+    } else if (is_quantized(spec_.precision)) {
       const auto stack = [&](int which, int64_t columns) {
-        return ConstStack{rank.rounded[which].data(), i * h, columns};
+        return ConstStack{rank.quantized[which].data(), i * h, columns};
       };
       a.weights.rounded = {stack(0, h), stack(1, h), stack(2, i),
                            stack(3, h), stack(4, h), stack(5, i)};
@@ -402,7 +428,7 @@ class CudaRun {
   const Sets& sets_;
   Progress& progress_;
   const int calls_;
-  double round_ms_ = 0;
+  double quantize_ms_ = 0;
   std::map<int, std::unique_ptr<Lane>> lanes_;
   std::vector<GpuRank> ranks_;
   std::unique_ptr<cuda::Workspace> workspace_;  // goes first: it waits for its calls

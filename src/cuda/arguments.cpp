@@ -13,7 +13,7 @@ void require(bool holds, const std::string& message) {
 void check_shape(const LayerShape& shape, int ranks, const Options& options) {
   if (!runs(options.precision)) {
     throw Error(ErrorCode::unsupported,
-                "precision: GPUs run bf16 and mxfp8; fp8, fp32 and fp64 run on the CPU only");
+                "precision: GPUs run bf16, mxfp8 and fp8; fp32 and fp64 run on the CPU only");
   }
   require(ranks >= 1 && ranks <= kMaxRanks,
           "ranks must be 1.." + std::to_string(kMaxRanks) + ", not " + std::to_string(ranks));
@@ -128,6 +128,23 @@ void check_rounded(const Limits& l, const RoundedWeights& w, bool backward) {
   check.stack("weights.rounded.down_backward", w.down_backward, h, i);
 }
 
+// In fp8.
+void check_quantized(const Limits& l, const QuantizedWeights& w, bool backward) {
+  const Checker check(l);
+  const auto stack = [&](const char* data, const char* scales, const QuantizedStack& s) {
+    check.pointer(data, s.data);
+    check.pointer(scales, s.scales, 1);
+  };
+  stack("weights.quantized.gate.data", "weights.quantized.gate.scales", w.gate);
+  stack("weights.quantized.up.data", "weights.quantized.up.scales", w.up);
+  if (!backward) {
+    return stack("weights.quantized.down.data", "weights.quantized.down.scales", w.down);
+  }
+  stack("weights.quantized.gate_t.data", "weights.quantized.gate_t.scales", w.gate_t);
+  stack("weights.quantized.up_t.data", "weights.quantized.up_t.scales", w.up_t);
+  stack("weights.quantized.down_t.data", "weights.quantized.down_t.scales", w.down_t);
+}
+
 // What both directions read.
 template <class Args>
 void check_inputs(const Limits& l, const Args& a) {
@@ -147,7 +164,9 @@ void check_inputs(const Limits& l, const Args& a) {
     check.pointer("topk_weights", a.topk_weights, 4);
   }
   const LayerWeights& w = a.weights;
-  if (is_quantized(l.precision)) {
+  if (l.precision == Precision::fp8) {
+    check_quantized(l, w.quantized, std::is_same_v<Args, BackwardArgs>);
+  } else if (is_quantized(l.precision)) {
     check_rounded(l, w.rounded, std::is_same_v<Args, BackwardArgs>);
   } else {
     check.stack("w_gate", w.gate, s.intermediate, s.hidden);

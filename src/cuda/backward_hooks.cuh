@@ -18,6 +18,7 @@ struct BackwardShared {
   bool waits_here[kBatch];
 };
 
+template <bool kFp8>
 struct BackwardHooks : HooksBase {
   BackwardShared* more;
 
@@ -66,7 +67,8 @@ struct BackwardHooks : HooksBase {
     plan::Task done;
     done.kind = plan_kind(task);
     done.tile = task.done_counter;
-    if (task.kind == TaskKind::d_input && rank.g.ranks > 1) ptx::fence_system();
+    const bool d_input = task.kind == TaskKind::d_input || task.kind == TaskKind::d_input_fp8;
+    if (d_input && rank.g.ranks > 1) ptx::fence_system();
     // Results that the copy engine or wgmma of other blocks read: the release below is enough, the
     // reader crosses the proxy.
     signal(done);
@@ -184,12 +186,13 @@ struct BackwardHooks : HooksBase {
     out.save_row0 = row;
     out.save_rows = 0;
     int columns = g.hidden, tile_columns = plan::kTileHidden;
+    const bool fp8 = kFp8 && routed;
     switch (kind) {
       case plan::TaskKind::gate_up:
       case plan::TaskKind::shared_gate_up:
-        out.kind = TaskKind::gate_up;
+        out.kind = fp8 ? TaskKind::gate_up_fp8 : TaskKind::gate_up;
         out.product = routed ? kRecomputeGateUp : kRecomputeSharedGateUp;
-        out.steps = g.hidden / kTileK;
+        out.steps = steps_of(g.hidden, fp8);
         out.save_row0 = out.row0;
         out.save_rows = out.rows;
         columns = inter, tile_columns = plan::kTileInter;
@@ -201,18 +204,18 @@ struct BackwardHooks : HooksBase {
         break;
       case plan::TaskKind::d_hidden:
       case plan::TaskKind::shared_d_hidden:
-        out.kind = TaskKind::d_hidden;
+        out.kind = fp8 ? TaskKind::d_hidden_fp8 : TaskKind::d_hidden;
         out.product = !routed                           ? kSharedDHidden
                       : plan::is_saved(plan, task.tile) ? kDHidden
                                                         : kDHiddenRecomputed;
-        out.steps = g.hidden / kTileK;
+        out.steps = steps_of(g.hidden, fp8);
         out.save_rows = routed ? plan::ceil_div(out.rows, kTileK) * kTileK : out.rows;
-        columns = inter, tile_columns = plan::kTileDHidden;
+        columns = inter, tile_columns = fp8 ? plan::kTileDHiddenFp8 : plan::kTileDHidden;
         break;
       default:  // d_input, shared_d_input
-        out.kind = TaskKind::d_input;
+        out.kind = fp8 ? TaskKind::d_input_fp8 : TaskKind::d_input;
         out.product = routed ? kDInput : kSharedDInput;
-        out.steps = 2 * inter / kTileK;
+        out.steps = 2 * steps_of(inter, fp8);
         break;
     }
     out.col0 = task.column * tile_columns;
@@ -248,14 +251,16 @@ struct BackwardHooks : HooksBase {
 };
 
 static_assert(kTileInterGrad == plan::kTileDHidden && kTileM == plan::kGradRows &&
-              kTileN == plan::kGradCols);
+              kTileN == plan::kGradCols && kHalfN == plan::kTileDHiddenFp8);
 
+template <bool kFp8Products>
 struct Backward {
   using Shared = BackwardShared;
   static constexpr bool kBackward = true;
+  static constexpr bool kFp8 = kFp8Products;
   template <int kRanks>
-  using Tensors = BackwardTensors<kRanks>;
-  using Hooks = BackwardHooks;
+  using Tensors = BackwardTensors<kRanks, kFp8>;
+  using Hooks = BackwardHooks<kFp8>;
 };
 
 }  // namespace mok::cuda

@@ -3,6 +3,6 @@
 
 namespace mok::cuda {
 
-void launch_backward(const BackwardLaunch& l) { launch_layer<Backward>(l); }
+void launch_backward(const BackwardLaunch& l) { launch_layer<Backward<false>>(l); }
 
 }  // namespace mok::cuda

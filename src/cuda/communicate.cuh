@@ -11,6 +11,9 @@
 //
 //   buffer, 4 KB   | (scales in `scales`)  codes, 2 KB |  ->  | bf16, 4 KB |
 //
+// In fp8 products multiply codes. Forward stores rows as they came; backward both as they came and
+// in bf16, which weight gradients need.
+//
 // Backward moves rows of d_y and of x, d_y first: d_hidden needs it, x is for weight gradients and
 // for rows that are recomputed. A row is fetched when both have landed.
 //
@@ -28,6 +31,7 @@
 namespace mok::cuda {
 
 inline constexpr int kPieceBytes = 4096;
+inline constexpr int kCodePieceBytes = 4224;  // a row of 4096 codes and its scales is one piece
 inline constexpr int kPieceElements = kPieceBytes / 2;
 inline constexpr int kPieceScales = kPieceElements / numerics::kMxBlock;  // bytes
 inline constexpr int kPieces = 6;                                         // in a round
@@ -39,8 +43,11 @@ static_assert(kMostCopies >= kMaxTopk);
 
 enum Operand : int8_t { kOperandX, kOperandDY };
 
+// kCodes: rows stay codes.
+template <bool kCodes>
 struct CommShared {
-  alignas(128) uint8_t buffer[kPieces][kPieceBytes];
+  static constexpr int kMostBytes = kCodes ? kCodePieceBytes : kPieceBytes;
+  alignas(128) uint8_t buffer[kPieces][kMostBytes];
   alignas(16) uint8_t scales[kPieces][kPieceScales];
   struct Rows {                        // of one task
     uint64_t source[2][kMostEntries];  // address of the token's row, by Operand
@@ -54,13 +61,17 @@ struct CommShared {
   }
 };
 
-template <bool kBackward = false>
+template <bool kBackward, bool kFp8>
 class CommunicationWarp {
  public:
+  static constexpr bool kCodes = kFp8 && !kBackward;
+  using Shared = CommShared<kCodes>;
+
   __device__ CommunicationWarp(const RankState& rank, const plan::Plan& p, const Waiter& waiter,
-                               CommShared& shared)
+                               Shared& shared)
       : rank_(rank), plan_(p), wait_(waiter), shared_(shared), lane_(threadIdx.x % kWarp) {
     if constexpr (kBackward) fetches_x_ = plan::needs_x(p);
+    if constexpr (kBackward && kFp8) keeps_x_codes_ = plan::saved_minibatches(p) < p.s.minibatches;
   }
 
   __device__ void run() {
@@ -132,7 +143,7 @@ class CommunicationWarp {
   }
   __device__ bool is_entry() const { return static_cast<int>(lane_) < next_.end - next_.begin; }
 
-  __device__ void set_rows(CommShared::Rows& rows) {
+  __device__ void set_rows(typename Shared::Rows& rows) {
     const plan::Geometry& g = plan_.g;
     if (is_entry()) {
       const int src = g.slot_rank(slot_);
@@ -195,26 +206,31 @@ class CommunicationWarp {
   struct Piece {
     int entry;
     bool is_x;
-    int32_t offset, bytes;  // in the row of bf16
+    int32_t offset, bytes;  // in the row as it is stored
   };
+  static constexpr int kMostBytes = Shared::kMostBytes;
+  static constexpr int kBlock = kFp8 ? 128 : numerics::kMxBlock;
+  __device__ int32_t stored_row_bytes() const {
+    return kCodes ? static_cast<int32_t>(plan_.g.wire_row_bytes(2)) : plan_.g.hidden * 2;
+  }
   __device__ Piece piece(int i, int entries) const {
-    const int32_t row_bytes = plan_.g.hidden * 2;
-    const int row_pieces = plan::ceil_div(row_bytes, kPieceBytes);
+    const int32_t row_bytes = stored_row_bytes();
+    const int row_pieces = plan::ceil_div(row_bytes, kMostBytes);
     const int number = i / row_pieces;  // rows of d_y, then rows of x
     const bool is_x = !kBackward || number >= entries;
-    const int32_t offset = (i - number * row_pieces) * kPieceBytes;
+    const int32_t offset = (i - number * row_pieces) * kMostBytes;
     return {kBackward && is_x ? number - entries : number, is_x, offset,
-            min(row_bytes - offset, kPieceBytes)};
+            min(row_bytes - offset, kMostBytes)};
   }
 
   // Moves the entries of a task: source -> every stored row of `x` (and of `d_y`), which are rings
   // of `base_rows` rows. Entry e has stored[e * most_copies ...].
   template <bool kQuantized>
-  __device__ void move(const CommShared::Rows& rows, int entries, int most_copies, plan::Buffer x,
+  __device__ void move(const typename Shared::Rows& rows, int entries, int most_copies, plan::Buffer x,
                        plan::Buffer d_y, bool with_x, int32_t base_rows) {
-    const int32_t row_bytes = plan_.g.hidden * 2;
+    const int32_t row_bytes = stored_row_bytes();
     const int pieces =
-        (kBackward && with_x ? 2 : 1) * entries * plan::ceil_div(row_bytes, kPieceBytes);
+        (kBackward && with_x ? 2 : 1) * entries * plan::ceil_div(row_bytes, kMostBytes);
     for (int first = 0; first < pieces; first += kPieces) {
       const bool mine = static_cast<int>(lane_) < min(pieces - first, kPieces);
       Piece p = piece(first + static_cast<int>(lane_), entries);
@@ -224,6 +240,10 @@ class CommunicationWarp {
       }
       __syncwarp();
       look_up_step();
+      if constexpr (kQuantized && kFp8) {
+        if (mine) store_codes(rows, p, most_copies, base_rows);
+        __syncwarp();
+      }
       if constexpr (kQuantized) {
         expand(p.bytes, min(pieces - first, kPieces));
         p = piece(fresh(first) + static_cast<int>(lane_), entries);  // not kept: registers are few
@@ -252,22 +272,47 @@ class CommunicationWarp {
 
   // Asks for a piece, into the lane's buffer.
   template <bool kQuantized>
-  __device__ void load(const CommShared::Rows& rows, const Piece& p) {
+  __device__ void load(const typename Shared::Rows& rows, const Piece& p) {
     ptx::Mbarrier& full = shared_.full[lane_];
     const auto* row =
         reinterpret_cast<const uint8_t*>(rows.source[p.is_x ? kOperandX : kOperandDY][p.entry]);
     if constexpr (kQuantized) {
       const int32_t codes = p.bytes / 2;
-      const int32_t scales = plan::ceil_div(codes / numerics::kMxBlock, 16) * 16;  // with padding
+      const int32_t scales = scale_bytes(p);
       full.arrive_expect(codes + scales);
       ptx::load_bulk(codes_of(lane_), row + p.offset / 2, codes, &full);
-      ptx::load_bulk(shared_.scales[lane_],
-                     row + plan_.g.wire_scales_at() + p.offset / (2 * numerics::kMxBlock), scales,
-                     &full);
+      ptx::load_bulk(shared_.scales[lane_], row + scales_at(p), scales, &full);
     } else {
       full.arrive_expect(p.bytes);
       ptx::load_bulk(shared_.buffer[lane_], row + p.offset, p.bytes, &full);
     }
+  }
+  // Scales of a piece, with padding, and where they stand in a row.
+  static __device__ int32_t scale_bytes(const Piece& p) {
+    return plan::ceil_div(plan::ceil_div(p.bytes / 2, kBlock), 16) * 16;
+  }
+  __device__ int64_t scales_at(const Piece& p) const {
+    return plan_.g.wire_scales_at() + p.offset / (2 * kBlock);
+  }
+  // One lane: its piece as it came, to all copies. Ends when the buffer has been read, since
+  // expand overwrites it.
+  __device__ void store_codes(const typename Shared::Rows& rows, const Piece& p, int most_copies,
+                              int32_t base_rows) {
+    while (!shared_.full[lane_].try_wait(phase_)) {
+    }
+    if (p.is_x && !keeps_x_codes_) return;
+    uint8_t* const base =
+        base_of(p.is_x ? plan::Buffer::ring_x_codes : plan::Buffer::ring_d_y_codes);
+    const int copies = rows.slot[p.entry] < 0 ? 1 : most_copies;
+    for (int k = 0; k < copies; ++k) {
+      const int32_t row = rows.stored[p.entry * most_copies + k];
+      if (row < 0) continue;
+      uint8_t* const to = base + int64_t{row % base_rows} * plan_.g.wire_row_bytes(2);
+      ptx::store_bulk(to + p.offset / 2, codes_of(lane_), p.bytes / 2);
+      ptx::store_bulk(to + scales_at(p), shared_.scales[lane_], scale_bytes(p));
+    }
+    ptx::commit_stores();
+    ptx::wait_stores_read<0>();
   }
   __device__ uint8_t* codes_of(int piece) const {
     return shared_.buffer[piece] + kPieceBytes - kPieceElements;
@@ -292,7 +337,7 @@ class CommunicationWarp {
         float scale = 0;
         if (here) {
           codes = *reinterpret_cast<const uint4*>(codes_of(piece) + at);
-          scale = mx_scale_of(shared_.scales[piece][at / numerics::kMxBlock]);
+          scale = mx_scale_of(shared_.scales[piece][at / kBlock]);
         }
         __syncwarp();
         if (here) {
@@ -324,7 +369,7 @@ class CommunicationWarp {
       }
     } else {
       ptx::fence_gpu();
-      const CommShared::Rows& rows = shared_.rows[pending_];
+      const typename Shared::Rows& rows = shared_.rows[pending_];
       for (int i = lane_; i < pending_entries_ * plan_.g.topk; i += kWarp) {
         if (rows.slot[i / plan_.g.topk] < 0 && i % plan_.g.topk > 0) continue;
         const int32_t row = rows.stored[i];
@@ -343,7 +388,7 @@ class CommunicationWarp {
   }
 
   __device__ void stage(const plan::Task& task, int which) {
-    CommShared::Rows& rows = shared_.rows[which];
+    typename Shared::Rows& rows = shared_.rows[which];
     finish_pending();
     const int begin = quantized() ? task.end : task.begin;  // quantised rows are there already
     for (int first = begin; first < task.end; first += kMostEntries) {
@@ -370,7 +415,10 @@ class CommunicationWarp {
   __device__ void fetch(const plan::Task& task, int which) {
     const int entries = task.end - task.begin;
     const int32_t ring_rows = plan_.g.ring_tiles * plan::kTileRows;
-    if (quantized()) {
+    if constexpr (kCodes) {
+      move<false>(shared_.rows[which], entries, plan_.g.topk, plan::Buffer::ring_x_codes,
+                  plan::Buffer::ring_d_y_codes, fetches_x_, ring_rows);
+    } else if (quantized()) {
       move<true>(shared_.rows[which], entries, plan_.g.topk, plan::Buffer::ring_x,
                  plan::Buffer::ring_d_y, fetches_x_, ring_rows);
     } else {
@@ -383,9 +431,9 @@ class CommunicationWarp {
   const RankState& rank_;
   const plan::Plan& plan_;
   const Waiter& wait_;
-  CommShared& shared_;
+  Shared& shared_;
   const uint32_t lane_;
-  bool fetches_x_ = true;
+  bool fetches_x_ = true, keeps_x_codes_ = true;
   uint32_t phase_ = 0;  // of the lane's buffer
   // The look-up of the next task.
   static constexpr int kSteps = 4;

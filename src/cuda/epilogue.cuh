@@ -37,6 +37,24 @@ struct PackedTile {
   }
 };
 
+// Lane t of a quad has 4 bytes of each of four 16-byte chunks; it gets the whole of chunk t. `odd`,
+// `upper`: the bits of t.
+__device__ __forceinline__ uint4 transpose_quad(const uint32_t (&m)[4], bool odd, bool upper) {
+  const uint32_t a = __shfl_xor_sync(~0u, odd ? m[0] : m[1], 1);
+  const uint32_t b = __shfl_xor_sync(~0u, odd ? m[2] : m[3], 1);
+  const uint32_t a0 = odd ? a : m[0], a1 = odd ? m[1] : a;  // chunk 0 or 1, two lanes' words
+  const uint32_t b0 = odd ? b : m[2], b1 = odd ? m[3] : b;  // chunk 2 or 3
+  const uint32_t c0 = __shfl_xor_sync(~0u, upper ? a0 : b0, 2);
+  const uint32_t c1 = __shfl_xor_sync(~0u, upper ? a1 : b1, 2);
+  return upper ? uint4{c0, c1, b0, b1} : uint4{a0, a1, c0, c1};
+}
+
+// The thread's row of a tile.
+__device__ __forceinline__ int tile_row(int half) {
+  const uint32_t thread = fresh_thread();
+  return static_cast<int>((thread - kWarpgroup) / kWarp * 16 + thread % kWarp / 4) + 8 * half;
+}
+
 // One warp's pending tile. What a slot needs besides comes from shared or constant memory: with a
 // few more registers in use here, the compiler waits for every single wgmma (warning C7511).
 template <class Products>
@@ -55,10 +73,7 @@ class Epilogue {
   __device__ __forceinline__ explicit Epilogue(const Products& products) : products_(products) {}
 
   // The lane's row of the tile.
-  static __device__ __forceinline__ int row_of(int half) {
-    const uint32_t thread = fresh_thread();
-    return static_cast<int>((thread - kWarpgroup) / kWarp * 16 + thread % kWarp / 4) + 8 * half;
-  }
+  static __device__ __forceinline__ int row_of(int half) { return tile_row(half); }
   // The first of the lane's eight columns of a group, in bytes from the matrix's first one.
   static __device__ __forceinline__ uint32_t column_bytes(const TileTask& task) {
     return (task.col0 + fresh_thread() % 4 * 8) * 2;
@@ -82,17 +97,9 @@ class Epilogue {
     return products_.product[fresh(flags_) >> kProductShift];
   }
 
-  // Lane t of a quad has 4 bytes of each of four 16-byte chunks; it gets the whole of chunk t.
   __device__ __forceinline__ uint4 transpose(const uint32_t (&m)[4]) const {
     const uint32_t flags = fresh(flags_);
-    const bool odd = flags & kLane, upper = flags & 2 * kLane;
-    const uint32_t a = __shfl_xor_sync(~0u, odd ? m[0] : m[1], 1);
-    const uint32_t b = __shfl_xor_sync(~0u, odd ? m[2] : m[3], 1);
-    const uint32_t a0 = odd ? a : m[0], a1 = odd ? m[1] : a;  // chunk 0 or 1, two lanes' words
-    const uint32_t b0 = odd ? b : m[2], b1 = odd ? m[3] : b;  // chunk 2 or 3
-    const uint32_t c0 = __shfl_xor_sync(~0u, upper ? a0 : b0, 2);
-    const uint32_t c1 = __shfl_xor_sync(~0u, upper ? a1 : b1, 2);
-    return upper ? uint4{c0, c1, b0, b1} : uint4{a0, a1, c0, c1};
+    return transpose_quad(m, flags & kLane, flags & 2 * kLane);
   }
 
   const Products& products_;

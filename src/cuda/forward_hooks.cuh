@@ -5,6 +5,7 @@
 
 namespace mok::cuda {
 
+template <bool kFp8>
 struct ForwardHooks : HooksBase {
   struct Shared {};  // needs none
 
@@ -12,7 +13,7 @@ struct ForwardHooks : HooksBase {
 
   static __device__ plan::TaskKind plan_kind(const TileTask& task) {
     const bool shared = task.product >= kSharedGateUpProduct;
-    return task.kind == TaskKind::gate_up
+    return is_gate_up(task.kind)
                ? (shared ? plan::TaskKind::shared_gate_up : plan::TaskKind::gate_up)
                : (shared ? plan::TaskKind::shared_down : plan::TaskKind::down);
   }
@@ -36,10 +37,12 @@ struct ForwardHooks : HooksBase {
       const int width = gate_up ? inter : g.hidden;
       const int tile_width = gate_up ? plan::kTileInter : plan::kTileHidden;
       out.kind = gate_up ? TaskKind::gate_up : TaskKind::down;
+      const bool fp8 = kFp8 && !shared;
+      if (fp8) out.kind = gate_up ? TaskKind::gate_up_fp8 : TaskKind::down_fp8;
       out.product =
           static_cast<int16_t>(shared ? (gate_up ? kSharedGateUpProduct : kSharedDownProduct)
                                       : (gate_up ? kRoutedGateUp : kRoutedDown));
-      out.steps = (gate_up ? g.hidden : inter) / kTileK;
+      out.steps = steps_of(gate_up ? g.hidden : inter, fp8);
       out.rows = shared ? min(g.own_tokens() - row, plan::kTileRows) : plan.s.tile[task.tile].rows;
       out.col0 = task.column * tile_width;
       out.cols = min(width - out.col0, tile_width);
@@ -70,7 +73,7 @@ struct ForwardHooks : HooksBase {
 
   __device__ void publish(const TileTask& task) const {
     // The red releases the tile's stores to this GPU; rows may have gone to others.
-    if (task.kind == TaskKind::down && rank.g.ranks > 1) ptx::fence_system();
+    if (!is_gate_up(task.kind) && rank.g.ranks > 1) ptx::fence_system();
     ptx::add_release_gpu(at(task.done_counter), 1);
     if (plan.s.windows <= 2 || task.product >= kSharedGateUpProduct) return;
     const int tile = task.save_row0 / plan::kTileRows;
@@ -79,12 +82,14 @@ struct ForwardHooks : HooksBase {
   }
 };
 
+template <bool kFp8Products>
 struct Forward {
-  using Shared = ForwardHooks::Shared;
   static constexpr bool kBackward = false;
+  static constexpr bool kFp8 = kFp8Products;
   template <int>
-  using Tensors = ForwardTensors;
-  using Hooks = ForwardHooks;
+  using Tensors = ForwardTensors<kFp8>;
+  using Hooks = ForwardHooks<kFp8>;
+  using Shared = typename Hooks::Shared;
 };
 
 }  // namespace mok::cuda

@@ -3,6 +3,6 @@
 
 namespace mok::cuda {
 
-void launch_forward(const ForwardLaunch& l) { launch_layer<Forward>(l); }
+void launch_forward(const ForwardLaunch& l) { launch_layer<Forward<false>>(l); }
 
 }  // namespace mok::cuda

@@ -24,7 +24,9 @@
 // row, warpgroup or column width it falls in.
 #pragma once
 
+#include "cuda/consumer.cuh"
 #include "cuda/d_hidden_epilogue.cuh"
+#include "cuda/fp8_consumer.cuh"
 #include "cuda/gate_up_epilogue.cuh"
 #include "cuda/gradient_epilogue.cuh"
 #include "cuda/pipeline.cuh"
@@ -62,9 +64,6 @@ concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
 // look at its counter (5000 cycles; a step is 1024).
 inline constexpr int kDrawLead = 10;
 inline constexpr int kDrawLeadDHidden = 18;  // its steps are shorter, its look-up is longer
-
-inline constexpr uint32_t kHalfBytesA = kHalfM * kTileK * 2;
-inline constexpr uint32_t kGroupBytesB = kGroupN * kTileK * 2;
 
 template <class Hooks>
 __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks) {
@@ -122,14 +121,17 @@ class TileLoader {
       if (task.kind == TaskKind::stop) return;
       hooks_.wait_ready(task);
       shared_.task_loading[task_at.slot()].arrive();
-      const bool d_hidden = kBackward && task.kind == TaskKind::d_hidden;
+      const bool d_hidden = kBackward && (task.kind == TaskKind::d_hidden ||
+                                          (Products::kFp8 && task.kind == TaskKind::d_hidden_fp8));
       to_draw_ = max(task.steps - (d_hidden ? kDrawLeadDHidden : kDrawLead), 0);
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
       const bool both_halves = task.rows > kHalfM;
-      if (task.kind == TaskKind::gate_up) {
-        go = task.shape_of().narrow() ? load_gate_up<1>(task, product, both_halves)
-                                      : load_gate_up<2>(task, product, both_halves);
+      if (Products::kFp8 && is_fp8(task.kind)) {
+        go = load_fp8(task, product, both_halves);
+      } else if (task.kind == TaskKind::gate_up) {
+        go = task.shape_of().narrow() ? load_gate_up<1, 1>(task, product, both_halves)
+                                      : load_gate_up<2, 2>(task, product, both_halves);
       } else if (!kBackward || task.kind == TaskKind::down) {
         go = load<false, false>(task, product, 0, task.steps, both_halves);
       } else if (task.kind == TaskKind::weight_grad) {
@@ -154,8 +156,22 @@ class TileLoader {
     return true;
   }
 
-  // kSide boxes of gate and as many of up, right behind them.
-  template <int kSide>
+  // Codes: all operands lie along the contraction.
+  __device__ __forceinline__ bool load_fp8(const TileTask& task, const Product& product,
+                                           bool both_halves) {
+    if (task.kind == TaskKind::gate_up_fp8) {
+      return task.cols <= kGroupN ? load_gate_up<1, 2>(task, product, both_halves)
+                                  : load_gate_up<2, 2>(task, product, both_halves);
+    }
+    if (task.kind != TaskKind::d_input_fp8) {
+      return load<false, false>(task, product, 0, task.steps, both_halves);
+    }
+    return load<false, false>(task, product, 0, task.steps / 2, both_halves) &&
+           load<false, false>(task, product, 1, task.steps / 2, both_halves);
+  }
+
+  // kSide boxes of gate and, from box kUpAt on, as many of up.
+  template <int kSide, int kUpAt>
   __device__ __forceinline__ bool load_gate_up(const TileTask& task, const Product& product,
                                                bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[0]];
@@ -176,7 +192,7 @@ class TileLoader {
       }
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
-        ptx::load_tensor(b + (kSide + i) * kGroupBytesB, up, full, k, column + i * kGroupN, expert);
+        ptx::load_tensor(b + (kUpAt + i) * kGroupBytesB, up, full, k, column + i * kGroupN, expert);
       }
       stage_.advance();
     }
@@ -244,17 +260,24 @@ __device__ __forceinline__ void publish_tiles(TileShared& shared, Hooks& hooks) 
 // One of the consumer warpgroups. Tiles with one kind of epilogue have a loop of their own, so that
 // the registers of one epilogue are not kept in another's loop.
 template <bool kBackward, class Products>
-class TileConsumer {
+class TileConsumer : Fp8Consumer<kBackward, Products> {
+  using Base = Consumer<Products>;
+  using Base::shared_, Base::products_, Base::group_, Base::at_;
+  using Base::wait_for_task, Base::next_shape, Base::is_idle, Base::leads, Base::release;
+  using Base::finish, Base::pass;
+
  public:
   __device__ __forceinline__ TileConsumer(TileShared& shared, const Products& products,
                                           uint32_t group)
-      : shared_(shared), products_(products), group_(group) {}
+      : Fp8Consumer<kBackward, Products>(shared, products, group) {}
 
   __device__ __forceinline__ void run() {
     while (wait_for_task()) {
       const TaskKind kind = next_shape().kind();
       if (kind == TaskKind::stop) return;
-      if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
+      if (Products::kFp8 && is_fp8(kind)) {
+        this->run_fp8_tiles();
+      } else if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
         run_tiles<GateUpEpilogue<Products>>();
       } else if (kind == TaskKind::d_hidden) {
         run_tiles<DHiddenEpilogue<Products>>();
@@ -280,9 +303,10 @@ class TileConsumer {
     spread,  // it can take a pending epilogue in, and is being loaded
   };
 
-  // Recomputed tiles are rare.
+  // Recomputed tiles are rare, and so are the shared expert's beside fp8 ones.
   template <class Epilogue>
-  static constexpr bool kSpread = !kBackward || !std::is_same_v<Epilogue, GateUpEpilogue<Products>>;
+  static constexpr bool kSpread =
+      !Products::kFp8 && (!kBackward || !std::is_same_v<Epilogue, GateUpEpilogue<Products>>);
 
   // Until a task comes that the epilogue does not take.
   template <class Epilogue>
@@ -364,23 +388,6 @@ class TileConsumer {
     }
   }
 
-  // False after an abort: there is no next task. One may just have been handed out when the flag
-  // was raised, and a tile must be taken by all warps or by none.
-  __device__ __forceinline__ bool wait_for_task() const {
-    if (wait(shared_.task_full[at_.low()], at_.low_phase(), shared_.abort)) return true;
-    constexpr unsigned kHandingOut = 50'000;  // nanoseconds
-    __nanosleep(kHandingOut);
-    return shared_.task_full[at_.low()].test(at_.low_phase());
-  }
-
-  // Uniform over the warp, which the compiler must know of whatever steers wgmma.
-  __device__ __forceinline__ TileTask::Shape next_shape() const {
-    return {__shfl_sync(~0u, shared_.shape[at_.low()].word, 0)};
-  }
-  // Whether the tile needs none of this warpgroup's rows.
-  __device__ __forceinline__ bool is_idle(TileTask::Shape shape) const {
-    return group_ > 0 && shape.low_half_only();
-  }
   template <int kLooks, class Epilogue>
   __device__ __forceinline__ Next look_ahead() const {
     if (!look<kLooks>(shared_.task_full[at_.low()], at_.low_phase())) return Next::unknown;
@@ -396,15 +403,6 @@ class TileConsumer {
     return __all_sync(~0u, poll<kLooks>(barrier, parity));
   }
 
-  __device__ __forceinline__ bool leads() const { return ptx::elect(); }
-  __device__ __forceinline__ void release(uint32_t slot) {
-    if (leads()) shared_.empty[slot].arrive();
-  }
-  // This warp has issued all its stores of the task.
-  __device__ __forceinline__ void finish(uint32_t task_slot) {
-    __syncwarp();
-    if (leads()) shared_.task_done[task_slot].arrive();
-  }
   __device__ __forceinline__ const TileTask& pending_task() const {
     return shared_.task[fresh(at_.low_before(1))];
   }
@@ -444,14 +442,6 @@ class TileConsumer {
     }
   }
 
-  __device__ __forceinline__ void pass(int steps) {
-    for (int step = 0; step < steps; ++step) {
-      wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
-      release(at_.high());
-      at_.advance_high();
-    }
-  }
-
   // Waits for the next stage and issues its products; `add`: to what acc holds.
   template <TaskKind kKind, int kColumns>
   __device__ __forceinline__ void issue_step(float (&acc)[kTileN / 2], bool add) {
@@ -478,23 +468,28 @@ class TileConsumer {
   // pending one, if there is one.
   __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
                                            GateUpEpilogue<Products>& tile) {
-    if constexpr (kBackward) {
-      multiply_flat<TaskKind::down, kTileN>(acc, shape.steps(), false);
-    } else {
-      multiply_as<TaskKind::down>(acc, shape, tile);
-    }
+    multiply_one<TaskKind::down>(acc, shape, tile);
   }
   __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
                                            DHiddenEpilogue<Products>& tile) {
-    multiply_as<TaskKind::d_hidden>(acc, shape, tile);
+    multiply_one<TaskKind::d_hidden>(acc, shape, tile);
   }
   __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
                                            RowEpilogue<Products>& tile) {
-    multiply_as<TaskKind::d_input>(acc, shape, tile);
+    multiply_one<TaskKind::d_input>(acc, shape, tile);
   }
   __device__ __forceinline__ void multiply(float (&acc)[kTileN / 2], TileTask::Shape shape,
                                            GradientEpilogue<Products>& tile) {
-    multiply_as<TaskKind::weight_grad>(acc, shape, tile);
+    multiply_one<TaskKind::weight_grad>(acc, shape, tile);
+  }
+  template <TaskKind kKind, class Epilogue>
+  __device__ __forceinline__ void multiply_one(float (&acc)[kTileN / 2], TileTask::Shape shape,
+                                               Epilogue& tile) {
+    if constexpr (kSpread<Epilogue>) {
+      multiply_as<kKind>(acc, shape, tile);
+    } else {
+      multiply_flat<kKind, product_columns(kKind)>(acc, shape.steps(), false);
+    }
   }
   template <TaskKind kKind, class Epilogue>
   __device__ __forceinline__ void multiply_as(float (&acc)[kTileN / 2], TileTask::Shape shape,
@@ -564,11 +559,6 @@ class TileConsumer {
       retire_step();
     }
   }
-
-  TileShared& shared_;
-  const Products& products_;
-  const uint32_t group_;
-  CursorPair<kTaskSlots, kStages> at_;
 };
 
 }  // namespace mok::cuda

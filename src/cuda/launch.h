@@ -1,6 +1,7 @@
 // Between the host code, which g++ compiles, and the kernels: what one launch of each direction
 // needs, and the functions that start it. A direction is a unit of its own (forward_launch.cu,
-// backward_launch.cu), so that kernels compile side by side and host code without them.
+// backward_launch.cu, and those of fp8), so that kernels compile side by side and host code without
+// them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,6 +28,8 @@ using BackwardLaunch = Launch<BackwardArgs>;
 
 // Enqueue one kernel on the current GPU. Throw bad_argument when a tensor map is refused.
 void launch_forward(const ForwardLaunch& launch);
+void launch_forward_fp8(const ForwardLaunch& launch);
 void launch_backward(const BackwardLaunch& launch);
+void launch_backward_fp8(const BackwardLaunch& launch);
 
 }  // namespace mok::cuda

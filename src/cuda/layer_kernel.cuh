@@ -39,7 +39,7 @@ struct LayerShared {
     ScheduleShared schedule;
   };
   ReduceShared reduce;
-  CommShared comm;
+  typename CommunicationWarp<Direction::kBackward, Direction::kFp8>::Shared comm;
   plan::Plan plan;
   plan::Phase compute[kComputePhases], communication[kCommunicationPhases];
   AbortFlag abort;  // outlives the phases
@@ -58,6 +58,11 @@ struct HooksBase {
   ReduceTickets* first_reduce;  // shared memory: the reduce tickets that this block drew
 
   static constexpr int32_t kNoCounter = -1;
+
+  // Of a contraction over n elements.
+  static __device__ int steps_of(int n, bool fp8) {
+    return fp8 ? plan::ceil_div(n, 2 * kTileK) : n / kTileK;
+  }
 
   __device__ int32_t entry(plan::Counter c, int index) const {
     return rank.counter_first[static_cast<int>(c)] + index;
@@ -234,7 +239,7 @@ __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& pa
       break;
     case ProducerWarp::communicate:
       if (share.block < rank.comm_blocks) {
-        CommunicationWarp<Direction::kBackward>(rank, shared.plan, waiter, shared.comm).run();
+        CommunicationWarp<Direction::kBackward, Direction::kFp8>(rank, shared.plan, waiter, shared.comm).run();
       }
       break;
   }

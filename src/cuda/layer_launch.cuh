@@ -32,7 +32,8 @@ void launch_for(const Launch<Args>& l) {
 // Two kernels: the usual one of a rank for each GPU, and one for ranks that share a GPU.
 template <class Direction, class Args>
 void launch_layer(const Launch<Args>& l) {
-  l.ranks.size() == 1 ? launch_for<Direction, 1>(l) : launch_for<Direction, kMaxRanks>(l);
+  constexpr int kMost = most_ranks_of_a_gpu(Direction::kFp8);
+  l.ranks.size() == 1 ? launch_for<Direction, 1>(l) : launch_for<Direction, kMost>(l);
 }
 
 }  // namespace mok::cuda

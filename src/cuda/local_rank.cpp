@@ -39,6 +39,7 @@ plan::Geometry workspace_geometry(const LayerShape& shape, int ranks, const Opti
       std::min<int64_t>(o.minibatch_rows, int64_t{kMostMinibatchTiles} * plan::kTileRows);
   plan::Geometry g = plan::workspace_geometry(shape, ranks, o, options.precision);
   g.own_staged = is_quantized(options.precision);
+  g.codes_in_ring = options.precision == Precision::fp8;
   g.reduce_tokens = kReduceTaskTokens;
   g.fetch_rows = std::min(kFetchTaskRows, kFetchTaskCopies / g.topk);
   return g;

@@ -51,17 +51,37 @@ class Encoder {
     }
   }
 
-  // The layer's own: what both directions read. `gate`, `up`, `down`: the routed weights as
-  // products read them.
-  void common(const LayerWeights& w, const ConstStack& gate, const ConstStack& up,
-              const ConstStack& down, const ConstMatrix& x) {
-    const plan::Geometry& g = state_.g;
-    const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
-    buffer(kRingX, Buffer::ring_x, h, ring_rows());
-    buffer(kRingHidden, Buffer::ring_hidden, i, ring_rows());
+  // Codes, of which two stand for a bf16: rows of the ring, with their scales behind them.
+  void codes(Map which, Buffer b, int64_t columns) {
+    matrix(which, state_.at<void>(b), columns / 2, ring_rows(),
+           state_.g.code_row_bytes(static_cast<int>(columns)) / 2);
+  }
+  void codes(Map which, Buffer first, Buffer second, int64_t columns) {
+    const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
+    encode(&maps_[which], {from, 3, columns / 2, ring_rows(), 2,
+                           state_.g.code_row_bytes(static_cast<int>(columns)) / 2, (to - from) / 2,
+                           kBox});
+  }
+  void codes(Map which, const QuantizedStack& w, int64_t columns, int64_t rows) {
+    stack(which, {w.data, rows * columns / 2, columns / 2}, columns / 2, rows);
+  }
+
+  void ring() {
+    buffer(kRingX, Buffer::ring_x, state_.g.hidden, ring_rows());
+    buffer(kRingHidden, Buffer::ring_hidden, state_.g.intermediate, ring_rows());
+  }
+  // What routed products of both directions read. `gate`, `up`, `down`: the weights as they do.
+  void routed(const ConstStack& gate, const ConstStack& up, const ConstStack& down) {
+    const int64_t h = state_.g.hidden, i = state_.g.intermediate;
+    ring();
     stack(kGate, gate, h, i);
     stack(kUp, up, h, i);
     stack(kDown, down, i, h);
+  }
+  // The same of the shared expert's.
+  void shared(const LayerWeights& w, const ConstMatrix& x) {
+    const plan::Geometry& g = state_.g;
+    const int64_t h = g.hidden, shared = g.shared_intermediate;
     if (!g.has_shared()) return;
     if (g.own_tokens() > 0) matrix(kOwnX, x, h, g.own_tokens());
     // Rows beyond the tokens read as zeros, which weight gradients rely on.
@@ -123,6 +143,33 @@ Product weight_grad(Map a, Map b, const MatrixGrad& g) {
   return weight_grad(a, b, g.mode, g.target.data, g.target.row_stride, 0);
 }
 
+// What the products of fp8 read besides: scales of `rows` of `rows_columns` codes, of weights
+// [experts, columns, contraction].
+Fp8Operands fp8_operands(const RankState& s, Buffer rows, const uint8_t* weights, int columns,
+                         int contraction) {
+  Fp8Operands o{};
+  o.a[0] = o.a[1] = s.at<uint8_t>(rows) + s.g.scales_at(contraction);
+  o.a_row_bytes = static_cast<int32_t>(s.g.code_row_bytes(contraction));
+  o.b[0] = o.b[1] = weights;
+  o.column_blocks = plan::ceil_div(columns, s.g.block);
+  o.k_blocks = plan::ceil_div(contraction, s.g.block);
+  return o;
+}
+// Its results, rows of `columns` codes.
+void codes_to(Fp8Operands& o, const RankState& s, Buffer first, Buffer second, int columns) {
+  o.codes[0] = s.at<uint8_t>(first);
+  o.codes[1] = s.at<uint8_t>(second);
+  o.codes_row_bytes = static_cast<int32_t>(s.g.code_row_bytes(columns));
+  o.codes_scales_at = static_cast<int32_t>(s.g.scales_at(columns));
+}
+
+Fp8Operands fp8_gate_up(const RankState& s, const QuantizedWeights& w) {
+  Fp8Operands o =
+      fp8_operands(s, Buffer::ring_x_codes, w.gate.scales, s.g.intermediate, s.g.hidden);
+  o.b[1] = w.up.scales;
+  return o;
+}
+
 template <class Tensors>
 void fill_backward(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
                    Tensors* out) {
@@ -131,13 +178,34 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   const bool mx = g.block > 0;
   const LayerWeights& w = a.weights;
   Encoder maps(s, out->map);
-  if (mx) {
-    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down_backward, a.x);
+  if constexpr (Tensors::kFp8) {
+    const QuantizedWeights& q = w.quantized;
+    maps.ring();
+    maps.codes(kGate, q.gate, h, i);
+    maps.codes(kUp, q.up, h, i);
+    maps.codes(kDown, q.down_t, h, i);
+    maps.codes(kGateBackward, q.gate_t, i, h);
+    maps.codes(kUpBackward, q.up_t, i, h);
+    maps.codes(kRingXCodes, Buffer::ring_x_codes, h);
+    maps.codes(kRingDYCodes, Buffer::ring_d_y_codes, h);
+    maps.codes(kRingDGateUpCodes, Buffer::ring_d_gate_codes, Buffer::ring_d_up_codes, i);
+    out->fp8[kFp8GateUp] = fp8_gate_up(s, q);
+    out->fp8[kFp8DHidden] = fp8_operands(s, Buffer::ring_d_y_codes, q.down_t.scales,
+                                         g.intermediate, g.hidden);
+    codes_to(out->fp8[kFp8DHidden], s, Buffer::ring_d_gate_codes, Buffer::ring_d_up_codes,
+             g.intermediate);
+    Fp8Operands& d_input = out->fp8[kFp8DInput];
+    d_input = fp8_operands(s, Buffer::ring_d_gate_codes, q.gate_t.scales, g.hidden, g.intermediate);
+    d_input.a[1] = s.at<uint8_t>(Buffer::ring_d_up_codes) + g.scales_at(g.intermediate);
+    d_input.b[1] = q.up_t.scales;
+  } else if (mx) {
+    maps.routed(w.rounded.gate, w.rounded.up, w.rounded.down_backward);
     maps.stack(kGateBackward, w.rounded.gate_backward, h, i);
     maps.stack(kUpBackward, w.rounded.up_backward, h, i);
   } else {
-    maps.common(w, w.gate, w.up, w.down, a.x);
+    maps.routed(w.gate, w.up, w.down);
   }
+  maps.shared(w, a.x);
   maps.buffer(kRingDY, Buffer::ring_d_y, h, maps.ring_rows());
   maps.buffers(kRingDGateUp, Buffer::ring_d_gate, Buffer::ring_d_up, i, maps.ring_rows());
   if (g.has_shared()) {
@@ -148,10 +216,11 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   out->swiglu_limit = shape.swiglu_limit;
   const auto product = [&](BackwardProduct which) -> Product& { return out->product[which]; };
 
-  product(kRecomputeGateUp) = gate_up(kRingX, kGate, kUp, nullptr, rows_of(s, Buffer::ring_gate),
+  const bool fp8 = Tensors::kFp8;
+  product(kRecomputeGateUp) = gate_up(fp8 ? kRingXCodes : kRingX, kGate, kUp, nullptr, rows_of(s, Buffer::ring_gate),
                                       rows_of(s, Buffer::ring_up), i);
   Product& d_hidden = product(kDHidden);
-  d_hidden = product_of(kRingDY, kDown);
+  d_hidden = product_of(fp8 ? kRingDYCodes : kRingDY, kDown);
   d_hidden.mx = mx;
   d_hidden.d_hidden = {static_cast<const __nv_bfloat16*>(a.saved.gate),
                        static_cast<const __nv_bfloat16*>(a.saved.up),
@@ -167,8 +236,9 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   recomputed.gate_in_ring = true;
   recomputed.d_hidden.gate = rows_of(s, Buffer::ring_gate);
   recomputed.d_hidden.up = rows_of(s, Buffer::ring_up);
+  const Map d_gate_up = fp8 ? kRingDGateUpCodes : kRingDGateUp;
   product(kDInput) = rows_to(
-      product_of(kRingDGateUp, mx ? kGateBackward : kGate, kRingDGateUp, mx ? kUpBackward : kUp),
+      product_of(d_gate_up, mx ? kGateBackward : kGate, d_gate_up, mx ? kUpBackward : kUp),
       s.tables.row_destination);
   const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
                           int64_t width) {
@@ -219,18 +289,30 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   maps.finish();
 }
 
-}  // namespace
-
-void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors* out) {
+template <class Tensors>
+void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs& a, Tensors* out) {
   const bool mx = s.g.block > 0;
+  const int64_t h = s.g.hidden, i = s.g.intermediate;
   const LayerWeights& w = a.weights;
   Encoder maps(s, out->map);
-  if (mx) {
-    maps.common(w, w.rounded.gate, w.rounded.up, w.rounded.down, a.x);
+  if constexpr (Tensors::kFp8) {
+    const QuantizedWeights& q = w.quantized;
+    maps.codes(kRingX, Buffer::ring_x_codes, h);
+    maps.codes(kRingHidden, Buffer::ring_d_gate_codes, i);
+    maps.codes(kGate, q.gate, h, i);
+    maps.codes(kUp, q.up, h, i);
+    maps.codes(kDown, q.down, i, h);
+    out->fp8[kFp8GateUp] = fp8_gate_up(s, q);
+    codes_to(out->fp8[kFp8GateUp], s, Buffer::ring_d_gate_codes, Buffer::ring_d_gate_codes,
+             s.g.intermediate);
+    out->fp8[kFp8Down] = fp8_operands(s, Buffer::ring_d_gate_codes, q.down.scales, s.g.hidden,
+                                      s.g.intermediate);
+  } else if (mx) {
+    maps.routed(w.rounded.gate, w.rounded.up, w.rounded.down);
   } else {
-    maps.common(w, w.gate, w.up, w.down, a.x);
+    maps.routed(w.gate, w.up, w.down);
   }
+  maps.shared(w, a.x);
   maps.finish();
   out->swiglu_limit = shape.swiglu_limit;
   out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
@@ -244,12 +326,30 @@ void fill_products(const RankState& s, const LayerShape& shape, const ForwardArg
       rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
 }
 
+}  // namespace
+
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors<false>* out) {
+  fill_forward(s, shape, a, out);
+}
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors<true>* out) {
+  fill_forward(s, shape, a, out);
+}
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<1>* out) {
+                   BackwardTensors<1, false>* out) {
   fill_backward(s, shape, a, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<kMaxRanks>* out) {
+                   BackwardTensors<kMaxRanks, false>* out) {
+  fill_backward(s, shape, a, out);
+}
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<1, true>* out) {
+  fill_backward(s, shape, a, out);
+}
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<kMaxRanks, true>* out) {
   fill_backward(s, shape, a, out);
 }
 

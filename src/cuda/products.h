@@ -6,7 +6,8 @@
 
 namespace mok::cuda {
 
-// Tensors with a map. Backward has all, forward the first ones.
+// Tensors with a map. Backward has all, forward the first ones. Precision fp8: of codes, for
+// the routed weights and, in forward, kRingX and kRingHidden.
 enum Map : int8_t {
   kRingX,
   kRingHidden,
@@ -23,9 +24,13 @@ enum Map : int8_t {
   kRingDGateUp,  // slice 0: d_gate, 1: d_up
   kOwnDY,
   kSharedDGateUp,
-  kGateBackward,  // mxfp8: d_input's, rounded along I
+  kGateBackward,  // mxfp8: d_input's, rounded along I. fp8: transposed
   kUpBackward,
-  kBackwardMaps
+  kBackwardMaps,
+  kRingXCodes = kBackwardMaps,  // fp8
+  kRingDYCodes,
+  kRingDGateUpCodes,  // slices as of kRingDGateUp
+  kBackwardFp8Maps
 };
 
 enum ForwardProduct : int16_t {
@@ -57,16 +62,27 @@ enum BackwardProduct : int16_t {
 // Weight gradients, in the order of their products.
 inline constexpr int kGradientMaps = 6;
 
-using ForwardTensors = Products<kForwardMaps, kForwardProducts>;
-template <int kRanks>
-using BackwardTensors = Products<kBackwardMaps, kBackwardProducts, kRanks == 1 ? kGradientMaps : 0>;
+template <bool kFp8>
+using ForwardTensors = Products<kForwardMaps, kForwardProducts, 0, kFp8 ? kFp8Down + 1 : 0>;
+template <int kRanks, bool kFp8>
+using BackwardTensors = Products<kFp8 ? kBackwardFp8Maps : kBackwardMaps, kBackwardProducts,
+                                 kRanks == 1 ? kGradientMaps : 0, kFp8 ? kFp8DInput + 1 : 0>;
+
+// How many ranks may share a GPU: what fits a kernel's parameters.
+constexpr int most_ranks_of_a_gpu(bool fp8) { return fp8 ? 4 : kMaxRanks; }
 
 // Throw bad_argument when a tensor map is refused.
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors* out);
+                   ForwardTensors<false>* out);
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors<true>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<1>* out);
+                   BackwardTensors<1, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<kMaxRanks>* out);
+                   BackwardTensors<kMaxRanks, false>* out);
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<1, true>* out);
+void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
+                   BackwardTensors<kMaxRanks, true>* out);
 
 }  // namespace mok::cuda

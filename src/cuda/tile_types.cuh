@@ -55,11 +55,30 @@ enum class ProducerWarp : int { load, schedule, publish, communicate };
 //   d_hidden     192 columns of d_h = d_y w_down, from which d_gate, d_up and w * h are made
 //   d_input      256 columns of d_gate w_gate + d_up w_up, one chain; rows stored as for down
 //   weight_grad  256 columns of rows^T rows, the contraction running over rows
-enum class TaskKind : int16_t { stop, gate_up, down, d_hidden, d_input, weight_grad };
+//   ..._fp8      the same of E4M3 codes, moved as pairs: a pair in the place of a bf16. h, d_gate and
+//                d_up leave as codes (the latter two as bf16 too); d_hidden has 128 columns
+enum class TaskKind : int16_t {
+  stop,
+  gate_up,
+  down,
+  d_hidden,
+  d_input,
+  weight_grad,
+  gate_up_fp8,
+  down_fp8,
+  d_hidden_fp8,
+  d_input_fp8
+};
+constexpr bool is_fp8(TaskKind kind) { return kind >= TaskKind::gate_up_fp8; }
+constexpr bool is_gate_up(TaskKind kind) {
+  return kind == TaskKind::gate_up || kind == TaskKind::gate_up_fp8;
+}
 
 // Whether the rows (a box row each) of an operand run along the contraction.
 constexpr bool a_is_transposed(TaskKind kind) { return kind == TaskKind::weight_grad; }
-constexpr bool b_is_transposed(TaskKind kind) { return kind >= TaskKind::d_hidden; }
+constexpr bool b_is_transposed(TaskKind kind) {
+  return kind >= TaskKind::d_hidden && kind <= TaskKind::weight_grad;
+}
 // Columns that a whole tile multiplies at once.
 constexpr int product_columns(TaskKind kind) {
   return kind == TaskKind::d_hidden ? kTileInterGrad : kTileN;
@@ -73,7 +92,7 @@ constexpr int result_columns(TaskKind kind) {
 struct alignas(16) TileTask {
   TaskKind kind;
   int16_t product;    // index into Products
-  int32_t steps;      // of the contraction, kTileK each; 0: an expert without rows
+  int32_t steps;      // of the contraction, kTileK (pairs of codes) each; 0: an expert without rows
   int32_t rows;       // valid rows of the result, 1 .. kTileM
   int32_t cols;       // valid columns, a multiple of kGroupN
   int32_t row0;       // first row in A and in hidden, d_gate, d_up; of a gradient: in the matrix
@@ -103,10 +122,11 @@ struct alignas(16) TileTask {
   };
   __device__ __forceinline__ Shape shape_of() const {
     if (kind == TaskKind::stop) return {0};  // the rest is not filled in
-    const bool narrow = cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
+    const bool narrow = kind != TaskKind::gate_up_fp8 &&
+                        cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
     const bool low_half = rows <= kHalfM;
     const bool carried_in = kind == TaskKind::weight_grad && (save_rows & kCarryIn) != 0;
-    const bool spreads = !narrow && !carried_in && steps > 0;
+    const bool spreads = !narrow && !carried_in && steps > 0 && !is_fp8(kind);
     return {static_cast<uint32_t>(steps) | uint32_t{low_half} << 20 | uint32_t{narrow} << 21 |
             uint32_t{carried_in} << 22 | uint32_t{spreads} << 23 |
             static_cast<uint32_t>(kind) << 24};
@@ -160,10 +180,32 @@ struct GradientMaps<0> {
 };
 inline constexpr int kGradientBoxRows = 16;
 
+// Scales and codes of an fp8 product, E8M0 and E4M3. Rows of codes have their scales behind them:
+// one for each 128 codes, padded to 16 bytes.
+struct Fp8Operands {
+  const uint8_t* a[2];  // scales of row 0; the second one is d_up's
+  const uint8_t* b[2];  // of blocks of 128 x 128: [experts, column_blocks, k_blocks]; of gate and up
+  uint8_t* codes[2];    // rows of results: h; d_gate, d_up
+  int32_t a_row_bytes, codes_row_bytes;
+  int32_t codes_scales_at;  // in a row
+  int32_t k_blocks, column_blocks;
+};
+enum Fp8Product : int8_t { kFp8GateUp, kFp8Down, kFp8DHidden = kFp8Down, kFp8DInput };
+
+template <int kCount>
+struct Fp8Products {
+  static constexpr bool kFp8 = true;
+  Fp8Operands fp8[kCount];
+};
+template <>
+struct Fp8Products<0> {
+  static constexpr bool kFp8 = false;
+};
+
 // Kernel parameter (__grid_constant__): the copy engine reads the maps from it. All maps: bf16,
 // 128-byte swizzle, {columns, rows, experts}; those of operands with boxes of 64 x 64 x 1.
-template <int kMaps, int kProducts, int kGradientMaps = 0>
-struct Products : GradientMaps<kGradientMaps> {
+template <int kMaps, int kProducts, int kGradientMaps = 0, int kFp8Count = 0>
+struct Products : GradientMaps<kGradientMaps>, Fp8Products<kFp8Count> {
   CUtensorMap map[kMaps];
   Product product[kProducts];
   float swiglu_limit;  // +infinity: none

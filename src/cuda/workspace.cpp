@@ -309,7 +309,8 @@ void Workspace::forward(const std::vector<ForwardArgs>& args, const std::vector<
   m.raise_errors();
   for (size_t i = 0; i < args.size(); ++i) check_forward(m.limits(m.ranks[i]), args[i]);
   m.call(
-      args, streams, launch_forward,
+      args, streams,
+      m.options.precision == Precision::fp8 ? launch_forward_fp8 : launch_forward,
       [&](int i) { return forward_state(m.ranks[i], m.shape, args[i]); },
       [&](int i, cudaStream_t stream) {
         m.stage_quantized(m.ranks[i], args[i].x, args[i].tokens, plan::Buffer::staged_x, stream);
@@ -335,7 +336,8 @@ void Workspace::backward(const std::vector<BackwardArgs>& args, const std::vecto
   }
   const plan::Wanted all = wanted(args, numbers);
   m.call(
-      args, streams, launch_backward,
+      args, streams,
+      m.options.precision == Precision::fp8 ? launch_backward_fp8 : launch_backward,
       [&](int i) { return backward_state(m.ranks[i], m.shape, args[i], all); },
       [&](int i, cudaStream_t stream) {
         const BackwardArgs& a = args[i];

@@ -50,6 +50,7 @@ struct Geometry {
   int64_t saved_rows = 0;                // backward: rows whose gate and up were kept by forward
   int32_t block = 0;                     // quantised: elements of a block of 32 or 128; else 0
   bool own_staged = false;               // own rows are fetched from the staging too
+  bool codes_in_ring = false;            // quantised rows stay as they travel; backward has both
   int32_t tile_d_hidden = kTileDHidden;  // columns of a routed d_hidden tile: whole blocks
   int32_t stage_rows = 64;               // tokens of one stage task
   int32_t fetch_rows = 8;                // first rows of one fetch task
@@ -71,10 +72,14 @@ struct Geometry {
   // A row of x or d_y on its way to another rank, `element` bytes an element where it is not
   // quantised. Quantised: E4M3 codes, then the blocks' scales, both padded to what a bulk copy
   // moves.
-  MOK_HD int64_t wire_scales_at() const { return int64_t{ceil_div(hidden, 16)} * 16; }
+  MOK_HD int64_t wire_scales_at() const { return scales_at(hidden); }
   MOK_HD int64_t wire_row_bytes(int element) const {
-    if (block == 0) return int64_t{hidden} * element;
-    return wire_scales_at() + int64_t{ceil_div(ceil_div(hidden, block), 16)} * 16;
+    return block == 0 ? int64_t{hidden} * element : code_row_bytes(hidden);
+  }
+  // The same of any row of `columns` codes.
+  MOK_HD int64_t scales_at(int columns) const { return int64_t{ceil_div(columns, 16)} * 16; }
+  MOK_HD int64_t code_row_bytes(int columns) const {
+    return scales_at(columns) + int64_t{ceil_div(ceil_div(columns, block), 16)} * 16;
   }
 
   // Slot = one (rank, token, k); ascending slot number is the global token order.

@@ -28,6 +28,10 @@ enum class Buffer : int32_t {
   ring_up,          // [ring, I] recomputed u
   ring_d_gate,      // [ring, I]
   ring_d_up,        // [ring, I]
+  ring_x_codes,       // [ring] rows of Geometry::wire_row_bytes, where codes stay in the ring
+  ring_d_y_codes,     // as ring_x_codes
+  ring_d_gate_codes,  // [ring] rows of I codes and their scales; in forward those of h
+  ring_d_up_codes,    // as ring_d_gate_codes
   router_partials,  // [ring, column tiles of d_hidden] fp32 (fp64), summed in column order
   carry,            // fp32 (fp64) accumulators of the experts that straddle windows
   sigma,            // [T_max] fp32 (fp64) sigmoid of the shared gate
@@ -72,6 +76,9 @@ MOK_HD inline Layout make_layout(const Geometry& g, int element, int scalar) {
   const int64_t staged = g.ranks > 1 || g.own_staged ? tokens * g.wire_row_bytes(element) : 0;
   const int64_t recompute = g.saved_rows < most ? ring * i * element : 0;
   const int64_t carry = ring < most ? (2 * i * h + h * i) * scalar : 0;
+  const auto codes = [&](int columns) {
+    return g.codes_in_ring ? ring * g.code_row_bytes(columns) : 0;
+  };
   const int64_t gated = g.shared_gate ? tokens * scalar : 0;
 
   place(Buffer::control, kControlBytes);
@@ -90,6 +97,10 @@ MOK_HD inline Layout make_layout(const Geometry& g, int element, int scalar) {
   place(Buffer::ring_up, recompute);
   place(Buffer::ring_d_gate, ring * i * element);
   place(Buffer::ring_d_up, ring * i * element);
+  place(Buffer::ring_x_codes, codes(g.hidden));
+  place(Buffer::ring_d_y_codes, codes(g.hidden));
+  place(Buffer::ring_d_gate_codes, codes(g.intermediate));
+  place(Buffer::ring_d_up_codes, codes(g.intermediate));
   place(Buffer::router_partials, ring * g.columns_d_hidden() * scalar);
   place(Buffer::carry, carry);
   place(Buffer::sigma, gated);

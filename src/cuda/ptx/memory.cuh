@@ -32,6 +32,11 @@ __device__ __forceinline__ float load_relaxed_gpu(const float* p) {
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 // Past L1. Without "memory": it may move among arithmetic, but not among the other volatile ones.
 __device__ __forceinline__ void load_global_16(uint32_t* to, const void* from) {
   asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -59,6 +64,12 @@ __device__ __forceinline__ void store_global_16(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
                : "memory");
+}
+__device__ __forceinline__ void store_global_8(void* p, uint32_t low, uint32_t high) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(low), "r"(high) : "memory");
+}
+__device__ __forceinline__ void store_global_byte(void* p, uint32_t v) {
+  asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // Four matrices of 8 x 8 bf16 from registers to shared memory, laid out as a wgmma accumulator's:

@@ -42,6 +42,14 @@ __device__ __forceinline__ uint32_t half_of_e4m3x2(uint32_t codes) {
       : "r"(codes));
   return r;
 }
+// The other way: to nearest, ties to even, saturating; a NaN gives 0x7f. In the low half.
+__device__ __forceinline__ uint32_t e4m3x2_of(float low, float high) {
+  uint32_t r;
+  asm("{\n .reg .b16 pair;\n cvt.rn.satfinite.e4m3x2.f32 pair, %1, %2;\n cvt.u32.u16 %0, pair;\n}"
+      : "=r"(r)
+      : "f"(high), "f"(low));
+  return r;
+}
 __device__ __forceinline__ float low_half(uint32_t pair) {
   float r;
   asm("{\n .reg .b16 low, high;\n mov.b32 {low, high}, %1;\n cvt.f32.f16 %0, low;\n}"

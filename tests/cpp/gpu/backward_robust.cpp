@@ -17,8 +17,8 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // ---- values -------------------------------------------------------------------------------------
 
-class GpuBackwardValues : public InBothPrecisions {};
-INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardValues, both_precisions(), precision_name);
+class GpuBackwardValues : public InEachPrecision {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardValues, each_precision(), precision_name);
 
 TEST_P(GpuBackwardValues, zero_and_negative_router_weights) {
   for (const auto& tokens : {std::vector<int64_t>{333}, {200, 133}}) {
@@ -209,8 +209,8 @@ void repeat_under_load(const LayerSetup& setup) {
   layer.workspace().synchronize();
 }
 
-class GpuBackwardRepeat : public InBothPrecisions {};
-INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardRepeat, both_precisions(), precision_name);
+class GpuBackwardRepeat : public InEachPrecision {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardRepeat, each_precision(), precision_name);
 
 TEST_P(GpuBackwardRepeat, a_hundred_times_under_load) {
   repeat_under_load(virtual_ranks({500, 340}));

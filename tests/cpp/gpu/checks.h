@@ -37,13 +37,22 @@ inline LayerSetup virtual_ranks(const std::vector<int64_t>& tokens) {
   return s;
 }
 
-// Tests that run in each precision: what follows a test's name, and a list of cases in both (with a
+// Whether the ranks that would share a GPU of this machine may.
+inline bool has_room(const std::vector<int64_t>& tokens, Precision precision) {
+  const int gpus = std::max(1, cuda::device_count());
+  return (static_cast<int>(tokens.size()) + gpus - 1) / gpus <=
+         cuda::most_ranks_of_a_gpu(precision);
+}
+
+// Tests that run in each precision: what follows a test's name, and a list of cases in each (with a
 // name and a precision).
 inline std::string precision_name(const ::testing::TestParamInfo<Precision>& info) {
-  return info.param == Precision::mxfp8 ? "mxfp8" : "bf16";
+  return to_string(info.param);
 }
-inline auto both_precisions() { return ::testing::Values(Precision::bf16, Precision::mxfp8); }
-class InBothPrecisions : public ::testing::TestWithParam<Precision> {
+inline auto each_precision() {
+  return ::testing::Values(Precision::bf16, Precision::mxfp8, Precision::fp8);
+}
+class InEachPrecision : public ::testing::TestWithParam<Precision> {
  protected:
   static LayerSetup virtual_ranks(const std::vector<int64_t>& tokens) {
     LayerSetup s = testing::virtual_ranks(tokens);
@@ -52,16 +61,19 @@ class InBothPrecisions : public ::testing::TestWithParam<Precision> {
   }
 };
 template <class Case>
-std::vector<Case> in_both_precisions(std::vector<Case> cases) {
+std::vector<Case> in_each_precision(std::vector<Case> cases) {
   for (size_t i = 0, n = cases.size(); i < n; ++i) {
-    cases.push_back(cases[i]);
-    cases.back().precision = Precision::mxfp8;
+    for (const Precision precision : {Precision::mxfp8, Precision::fp8}) {
+      cases.push_back(cases[i]);
+      cases.back().precision = precision;
+    }
   }
   return cases;
 }
 template <class Case>
 std::string case_name(const ::testing::TestParamInfo<Case>& info) {
-  return std::string(info.param.name) + (info.param.precision == Precision::mxfp8 ? "_mxfp8" : "");
+  const Precision p = info.param.precision;
+  return std::string(info.param.name) + (p == Precision::bf16 ? "" : std::string("_") + to_string(p));
 }
 
 inline bool same_bits(const std::vector<bf16>& a, const std::vector<bf16>& b) {
@@ -75,7 +87,9 @@ inline void expect_same_bits(const std::vector<bf16>& a, const std::vector<bf16>
 
 // The precision that the inputs say.
 inline Precision precision_of(const reference::Inputs& in) {
-  return in.blocks.length > 0 ? Precision::mxfp8 : Precision::bf16;
+  return in.blocks.length == 0  ? Precision::bf16
+         : in.blocks.length < 128 ? Precision::mxfp8
+                                  : Precision::fp8;
 }
 
 inline void expect_close(const std::vector<bf16>& y, const reference::Inputs& in) {

@@ -109,6 +109,14 @@ class GpuLayer {
     for (size_t r = 0; r < args_.size(); ++r) {
       const cuda::DeviceGuard guard(setup_.devices[r]);
       LayerWeights& w = args_[r].weights;
+      if (setup_.options.precision == Precision::fp8) {
+        QuantizedWeights& q = w.quantized;
+        quantize(r, w.gate, local, i, h, q.gate, q.gate_t);
+        quantize(r, w.up, local, i, h, q.up, q.up_t);
+        quantize(r, w.down, local, h, i, q.down, q.down_t);
+        cuda::check(cudaDeviceSynchronize(), "weights");
+        continue;
+      }
       const auto make = [&](const ConstStack& from, int64_t rows, int64_t columns, ConstStack& to,
                             ConstStack& to_backward) {
         const auto data = [&](ConstStack& stack) {
@@ -157,6 +165,23 @@ class GpuLayer {
   }
 
  private:
+  // `to`, `transposed`: taken when they are null.
+  void quantize(size_t r, const ConstStack& from, int64_t count, int64_t rows, int64_t columns,
+                QuantizedStack& to, QuantizedStack& transposed) {
+    const auto take = [&](QuantizedStack& stack, int64_t scales) {
+      if (stack.data != nullptr) return;
+      stack.data = memory_[r]->template take<uint8_t>(count * rows * columns);
+      stack.scales = memory_[r]->template take<uint8_t>(count * scales);
+    };
+    take(to, scale_bytes(Precision::fp8, rows, columns));
+    take(transposed, scale_bytes(Precision::fp8, columns, rows));
+    cuda::quantize_weights(
+        Precision::fp8, from, count, rows, columns,
+        {const_cast<void*>(to.data), const_cast<uint8_t*>(to.scales),
+         const_cast<void*>(transposed.data), const_cast<uint8_t*>(transposed.scales)},
+        nullptr);
+  }
+
   bf16* matrix(Device& d, problem::Tensor t, int64_t begin, int64_t end) {
     std::vector<bf16> host((end - begin) * problem_->row_elements(t));
     problem_->fill(t, begin, end, Precision::bf16, host.data());

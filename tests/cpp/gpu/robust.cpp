@@ -12,8 +12,8 @@ namespace {
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-class GpuRobust : public InBothPrecisions {};
-INSTANTIATE_TEST_SUITE_P(Gpu, GpuRobust, both_precisions(), precision_name);
+class GpuRobust : public InEachPrecision {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuRobust, each_precision(), precision_name);
 
 void repeat_under_load(LayerSetup setup) {
   GpuLayer layer(setup);

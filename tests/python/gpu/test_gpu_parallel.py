@@ -41,7 +41,7 @@ def repeat(rank, problems_, splits_, precision):
     return moved(results, "cpu")
 
 
-@pytest.mark.parametrize("precision", [None, "mxfp8"])
+@pytest.mark.parametrize("precision", [None, "mxfp8", "fp8"])
 def test_same_bits_as_one_rank_with_any_number_of_tokens(two, precision):
     splits = [(10, 27), (0, 37), (37, 0), (300, 212), (0, 0), (1, 0)]
     ps = [

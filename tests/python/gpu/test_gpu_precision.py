@@ -1,4 +1,5 @@
-"""Precision mxfp8 on a GPU: values of the CPU, bits of itself, who rounds the weights, errors."""
+"""Precisions mxfp8 and fp8 on a GPU: values of the CPU, bits of itself, who quantises the weights,
+errors."""
 
 import mok
 import pytest
@@ -14,17 +15,22 @@ from reference import Weights
 MX = "mxfp8"
 
 
-def rounded(p):
+each_precision = pytest.mark.parametrize("precision", [MX, "fp8"])
+
+
+def quantized(p, precision=MX):
     w = p.weights
-    return mok.quantize_weights(MX, w.gate, w.up, w.down)
+    return mok.quantize_weights(precision, w.gate, w.up, w.down)
 
 
+@each_precision
 @pytest.mark.parametrize("settings", [{}, {"tokens": 1, "dropped": 0},
                                       {"tokens": 700, "hidden": 320, "inner": 192},
                                       {"shared": 128, "shared_gate": True}], ids=str)  # fmt: skip
-def test_the_values_of_the_cpu(settings):
+def test_the_values_of_the_cpu(settings, precision):
     p = gpu_problem(50, **settings)
-    result, host = moved(run(p, precision=MX), "cpu"), run(moved(p, "cpu"), precision=MX)
+    result = moved(run(p, precision=precision), "cpu")
+    host = run(moved(p, "cpu"), precision=precision)
     for (name, a), (_, b) in zip(flat(result), flat(host), strict=True):
         # Sums differ in their last bits: a flip of bf16 is 2^-8, and one in eight of those among
         # h, d_g and d_u becomes a jump of E4M3. Quantised and not they differ by 6e-2.
@@ -35,14 +41,15 @@ def test_the_values_of_the_cpu(settings):
         assert a is None or same_bits(a, b)  # the shared expert stays as it is
 
 
-def test_same_bits_every_time_with_any_option():
+@each_precision
+def test_same_bits_every_time_with_any_option(precision):
     p = gpu_problem(51, tokens=500, shared=64, shared_gate=True)
-    want = run(p, precision=MX)
+    want = run(p, precision=precision)
     for options in (None, mok.Options(saved_rows=0), mok.Options(ring_rows=256, minibatch_rows=128),
                     mok.Options(sm_reserve=64, comm_blocks=8)):  # fmt: skip
         group = mok.new_group(options=options)
         for _ in range(3):
-            assert_same_bits(run(p, group, precision=MX), want)
+            assert_same_bits(run(p, group, precision=precision), want)
         group.close()
     assert_same_bits(run(p, precision="bf16"), run(p))
 
@@ -64,38 +71,43 @@ def test_rounding_is_quantising_there_and_back(shape):
         torch.ops.mok.mxfp8_round(torch.ones(33, 64, device="cuda").bfloat16(), True, True)
 
 
-def test_given_weights_of_either_form_have_the_same_bits():
+@each_precision
+def test_given_weights_of_either_form_have_the_same_bits(precision):
     p = gpu_problem(52)
-    want = run(p, precision=MX)
-    made = rounded(p)
-    assert isinstance(made, mok.RoundedWeights)
-    assert_same_bits(run(p, precision=MX, quantized=made), want)
+    want = run(p, precision=precision)
+    made = quantized(p, precision)
+    assert isinstance(made, mok.RoundedWeights if precision == MX else mok.QuantizedWeights)
+    assert_same_bits(run(p, precision=precision, quantized=made), want)
     w = p.weights
-    fp8 = mok.quantize_weights(MX, w.gate.cpu(), w.up.cpu(), w.down.cpu())
+    fp8 = mok.quantize_weights(precision, w.gate.cpu(), w.up.cpu(), w.down.cpu())
     fp8 = mok.QuantizedWeights(*(t.cuda() for t in fp8))
-    assert_same_bits(run(p, precision=MX, quantized=fp8), want)
+    assert_same_bits(run(p, precision=precision, quantized=fp8), want)
     stacked = torch.cat([w.gate, w.up], 1)
     interleaved = torch.stack([w.gate, w.up], 2).flatten(1, 2)
     for layout, both in (("stacked", stacked), ("interleaved", interleaved)):
-        again = mok.quantize_weights(MX, both, None, w.down, layout=layout)
+        again = mok.quantize_weights(precision, both, None, w.down, layout=layout)
         assert all(same_bits(a, b) for a, b in zip(again, made, strict=True))
-        y = mok.moe(p.x, p.ids, p.topk_weights, both, None, w.down, layout=layout, precision=MX)
+        given = (p.x, p.ids, p.topk_weights, both, None, w.down)
+        y = mok.moe(*given, layout=layout, precision=precision)
         assert same_bits(y, want[0])
 
 
 def test_what_does_not_fit_is_named():
     p = gpu_problem(53)
-    made = rounded(p)
+    made = quantized(p)
     given = (p.x, p.ids, p.topk_weights, *p.weights.each()[:3])
-    for quantized, kind, text in (
-        (made._replace(gate=made.gate[:4]), ValueError, "quantized.gate"),
-        (made._replace(down=made.down.float()), ValueError, "quantized.down"),
-        (made._replace(up=made.up.cpu()), ValueError, "quantized.up"),
+    codes = quantized(p, "fp8")
+    for precision, wrong, text in (
+        (MX, made._replace(gate=made.gate[:4]), "quantized.gate"),
+        (MX, made._replace(down=made.down.float()), "quantized.down"),
+        (MX, made._replace(up=made.up.cpu()), "quantized.up"),
+        ("fp8", made, "quantized"),
+        ("fp8", codes._replace(gate=codes.gate[:4]), "quantized.gate"),
+        ("fp8", codes._replace(down_scales=codes.down_scales[:1]), "quantized.down"),
+        ("fp8", codes._replace(up=codes.up.cpu()), "quantized.up"),
     ):
-        with pytest.raises(kind, match=text):
-            mok.moe(*given, precision=MX, quantized=quantized)
-    with pytest.raises(NotImplementedError, match="precision: fp8"):
-        mok.moe(*given, precision="fp8")
+        with pytest.raises(ValueError, match=text):
+            mok.moe(*given, precision=precision, quantized=wrong)
     host = moved(p, "cpu")
     with pytest.raises(ValueError, match=r"quantized\.gate"):
         run(host, precision=MX, quantized=mok.RoundedWeights(*moved(list(made), "cpu")))
@@ -111,10 +123,11 @@ def layer_of(**settings):
     return mok.MoELayer(128, 64, 8, 2, **settings)
 
 
+@each_precision
 @pytest.mark.parametrize("layout", ["split", "stacked", "interleaved"])
-def test_the_layer_rounds_again_when_a_parameter_changed(layout):
+def test_the_layer_quantises_again_when_a_parameter_changed(layout, precision):
     x = torch.randn(50, 128, device=DEVICE).bfloat16()
-    check_noticed_changes(lambda: layer_of(layout=layout), x)
+    check_noticed_changes(lambda: layer_of(layout=layout, precision=precision), x)
 
 
 def grads_of(layer, x, function=None):
@@ -125,8 +138,9 @@ def grads_of(layer, x, function=None):
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
 
 
-def test_compiled_and_checkpointed():
-    layer = layer_of()
+@each_precision
+def test_compiled_and_checkpointed(precision):
+    layer = layer_of(precision=precision)
     x = torch.randn(50, 128, device=DEVICE).bfloat16()
     want = grads_of(layer, x)
     torch._dynamo.reset()
@@ -135,8 +149,9 @@ def test_compiled_and_checkpointed():
         assert all(same_bits(a, b) for a, b in zip(grads_of(layer, x, function), want, strict=True))
 
 
-def test_a_graph_rounds_what_the_weights_are_at_its_replay():
-    layer = layer_of(router=None)
+@each_precision
+def test_a_graph_quantises_what_the_weights_are_at_its_replay(precision):
+    layer = layer_of(router=None, precision=precision)
     p = gpu_problem(54, tokens=50, topk=2)
     with torch.no_grad():
         for _ in range(2):
@@ -152,13 +167,14 @@ def test_a_graph_rounds_what_the_weights_are_at_its_replay():
     mok.synchronize()
 
 
-def test_main_grad():
+@each_precision
+def test_main_grad(precision):
     p = gpu_problem(55)
-    grads = run(p, precision=MX)[3]
+    grads = run(p, precision=precision)[3]
     tensors = leaves(p)
     for t in tensors[2:5]:
         t.main_grad = torch.zeros(t.shape, device=DEVICE)
-    y = mok.moe(tensors[0], p.ids, *tensors[1:5], accumulate=True, precision=MX)
+    y = mok.moe(tensors[0], p.ids, *tensors[1:5], accumulate=True, precision=precision)
     y.backward(p.d_y)
     for t, grad in zip(tensors[2:5], grads.each()[:3], strict=True):
         assert t.grad is None and same_bits(t.main_grad.bfloat16(), grad)

@@ -1,27 +1,25 @@
-// What is particular to mxfp8 on the GPU: scales of the inputs, NaN, the weights' forms.
+// What is particular to quantised precisions on the GPU: scales of the inputs, the weights' forms.
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <limits>
+#include <tuple>
 
 #include "gpu/gradients.h"
 
 namespace mok::testing {
 namespace {
 
-LayerSetup mxfp8_ranks(const std::vector<int64_t>& tokens) {
-  LayerSetup s = virtual_ranks(tokens);
-  s.options.precision = Precision::mxfp8;
-  return s;
-}
+class GpuQuantised : public InEachPrecision {};
+INSTANTIATE_TEST_SUITE_P(Gpu, GpuQuantised, ::testing::Values(Precision::mxfp8, Precision::fp8),
+                         precision_name);
 
 // The wire, h, d_g and d_u in blocks of every size, down to those that vanish; refills, both ways
 // of keeping rows.
-TEST(GpuMxfp8, both_directions_at_many_scales) {
+TEST_P(GpuQuantised, both_directions_at_many_scales) {
   for (const int exponent : {-60, -24, -9, 9, 30}) {
     for (const bool keep : {true, false}) {
       SCOPED_TRACE("2^" + std::to_string(exponent) + (keep ? ", kept" : ", nothing kept"));
-      LayerSetup s = mxfp8_ranks({61, 0, 150, 4});
+      LayerSetup s = virtual_ranks({61, 0, 150, 4});
       s.shape.shared_intermediate = 0;  // its products are those of bf16
       s.shape.shared_gate = false;
       s.options.workspace.ring_rows = 512;
@@ -52,39 +50,41 @@ TEST(GpuMxfp8, both_directions_at_many_scales) {
 }
 
 // The bound of a whole tensor is narrow enough to see what is quantised and what is not.
-TEST(GpuMxfp8, the_oracle_tells_quantised_from_plain) {
-  GpuLayer layer(virtual_ranks({96}));
+TEST_P(GpuQuantised, the_oracle_tells_quantised_from_plain) {
+  GpuLayer layer(testing::virtual_ranks({96}));
   const std::vector<bf16> y = layer.forward();
   const LayerShape& s = layer.setup().shape;
-  const auto in = problem::oracle_inputs(layer.problem(), Precision::mxfp8, {96}, false);
+  const auto in = problem::oracle_inputs(layer.problem(), GetParam(), {96}, false);
   const auto d = problem::compare(y.data(), s.hidden, reference::run(in).y.data(), 96, s.hidden);
-  EXPECT_GT(d.whole_err(), 2 * problem::whole_tolerances(s, Precision::mxfp8, 96).y);
+  EXPECT_GT(d.whole_err(), 2 * problem::whole_tolerances(s, GetParam(), 96).y);
 }
 
-// Forward's and backward's forms of a weight are different numbers: each is read where it should.
-TEST(GpuMxfp8, what_reads_which_form) {
-  GpuLayer layer(mxfp8_ranks({200, 133}));
+// Forward's and backward's forms of a weight: each is read where it should.
+TEST_P(GpuQuantised, what_reads_which_form) {
+  GpuLayer layer(virtual_ranks({200, 133}));
   BackwardLayer backward(layer);
   const Results good = backward.run();
-  using Form = ConstStack RoundedWeights::*;
-  const auto with_nan = [&](Form form) {
-    LayerWeights& w = layer.args()[0].weights;
-    const auto bytes =
-        static_cast<size_t>(layer.setup().shape.experts / 2 * (w.rounded.*form).expert_stride * 2);
-    cuda::check(cudaMemset(const_cast<void*>((w.rounded.*form).data), 0xff, bytes), "NaN");
+  const LayerShape& shape = layer.setup().shape;
+  const int64_t elements = shape.experts / 2 * shape.hidden * shape.intermediate;
+  const bool fp8 = GetParam() == Precision::fp8;
+  const auto& [quantized, rounded] =
+      std::tie(layer.args()[0].weights.quantized, layer.args()[0].weights.rounded);
+  const auto with_nan = [&](const QuantizedStack& codes, const ConstStack& bf16_form) {
+    const void* form = fp8 ? codes.data : bf16_form.data;
+    cuda::check(cudaMemset(const_cast<void*>(form), 0xff, elements * (fp8 ? 1 : 2)), "NaN");
     Results r = backward.run();
     layer.refresh_weights();
     return r;
   };
-  for (const Form form : {&RoundedWeights::gate, &RoundedWeights::up, &RoundedWeights::down}) {
-    EXPECT_FALSE(same_bits(with_nan(form).y, good.y));
-  }
-  const Results down = with_nan(&RoundedWeights::down_backward);
+  EXPECT_FALSE(same_bits(with_nan(quantized.gate, rounded.gate).y, good.y));
+  EXPECT_FALSE(same_bits(with_nan(quantized.up, rounded.up).y, good.y));
+  EXPECT_FALSE(same_bits(with_nan(quantized.down, rounded.down).y, good.y));
+  const Results down = with_nan(quantized.down_t, rounded.down_backward);
   EXPECT_TRUE(same_bits(down.y, good.y));
   for (const int g : {d_x, d_topk_weights, d_gate, d_up}) EXPECT_TRUE(down.grad[g] != good.grad[g]);
   EXPECT_TRUE(down.grad[d_down] == good.grad[d_down]);
-  for (const Form form : {&RoundedWeights::gate_backward, &RoundedWeights::up_backward}) {
-    const Results r = with_nan(form);
+  for (const Results& r : {with_nan(quantized.gate_t, rounded.gate_backward),
+                           with_nan(quantized.up_t, rounded.up_backward)}) {
     EXPECT_TRUE(r.grad[d_x] != good.grad[d_x]);
     for (const int g : {d_topk_weights, d_gate, d_up, d_down}) {
       EXPECT_TRUE(r.grad[g] == good.grad[g]) << kGradNames[g];
@@ -93,8 +93,10 @@ TEST(GpuMxfp8, what_reads_which_form) {
   expect_same_bits(good, backward.run(), "afterwards");
 }
 
-TEST(GpuMxfp8, bad_arguments_are_named) {
-  GpuLayer layer(mxfp8_ranks({50, 60}));
+TEST_P(GpuQuantised, bad_arguments_are_named) {
+  GpuLayer layer(virtual_ranks({50, 60}));
+  const bool fp8 = GetParam() == Precision::fp8;
+  const std::string forms = fp8 ? "weights.quantized." : "weights.rounded.";
   BackwardLayer backward(layer);
   const Results good = backward.run();
   const auto text = [](ErrorCode code, auto&& call) -> std::string {
@@ -110,22 +112,25 @@ TEST(GpuMxfp8, bad_arguments_are_named) {
   for (ForwardArgs& a : layer.args()) a.weights.gate = a.weights.up = a.weights.down = {};
   auto forward = layer.args();
   forward[1].weights.rounded.down.data = nullptr;
+  forward[1].weights.quantized.down.data = nullptr;
   EXPECT_EQ(
       text(ErrorCode::bad_argument, [&] { layer.workspace().forward(forward, layer.streams()); }),
-      "weights.rounded.down is null (rank 1)");
+      forms + (fp8 ? "down.data" : "down") + " is null (rank 1)");
   auto args = backward.args();
   args[0].weights.rounded.gate_backward.data = nullptr;
+  args[0].weights.quantized.gate_t.scales = nullptr;
   EXPECT_EQ(
       text(ErrorCode::bad_argument, [&] { layer.workspace().backward(args, layer.streams()); }),
-      "weights.rounded.gate_backward is null (rank 0)");
+      forms + (fp8 ? "gate_t.scales" : "gate_backward") + " is null (rank 0)");
   args = backward.args();
   args[1].weights.rounded.up.row_stride = 64;
+  args[1].weights.quantized.up.data = static_cast<const char*>(args[1].weights.quantized.up.data) + 8;
   EXPECT_NE(
       text(ErrorCode::bad_argument, [&] { layer.workspace().backward(args, layer.streams()); })
-          .find("weights.rounded.up.row_stride"),
+          .find(forms + (fp8 ? "up.data must be aligned" : "up.row_stride")),
       std::string::npos);
   expect_same_bits(good, backward.run(), "after bad arguments");
-  for (const Precision p : {Precision::fp8, Precision::fp32, Precision::fp64}) {
+  for (const Precision p : {Precision::fp32, Precision::fp64}) {
     cuda::Options o;
     o.precision = p;
     EXPECT_NE(text(ErrorCode::unsupported,
