@@ -10,6 +10,7 @@ drift is shown by a third training, plain again with each batch's sequences in a
 
 import argparse
 import gc
+import math
 import os
 import statistics
 import time
@@ -134,7 +135,9 @@ def average(parameters, ranks):
     """Sums the replicated parameters' gradients over the ranks, one message for each dtype."""
     if ranks == 1:
         return
-    for dtype in {p.dtype for p in parameters}:
+    # In the order of the parameters: a set's differs between processes, and then one rank's bf16
+    # sums would meet the other's fp32 ones.
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
         grads = [p.grad for p in parameters if p.dtype == dtype]
         flat = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(flat)
@@ -184,12 +187,15 @@ def train(kind, options, text, device, ranks, rank, reverse=False):
         if ranks > 1:
             dist.all_reduce(mean)
         losses.append(mean.item())
+        if not math.isfinite(losses[-1]):
+            raise SystemExit(f"{kind}: the loss of step {step + 1} is {losses[-1]}")
     return losses, seconds, torch.cuda.max_memory_allocated(device) / 2**30
 
 
 def report(results, options, ranks, tokens):
     (plain, slow), (ours, fast), (again, _) = (results[n] for n in ("plain", "mok", "plain again"))
-    for step in sorted({0, *range(4, options.steps, 5), options.steps - 1}):
+    shown = {0, *range(4, options.steps, 5), options.steps - 1}
+    for step in range(options.steps) if options.steps <= 10 else sorted(shown):
         print(f"step {step + 1:4d}: loss {plain[step]:.4f} plain, {ours[step]:.4f} mok, "
               f"{again[step]:.4f} plain again")  # fmt: skip
 

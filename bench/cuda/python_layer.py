@@ -6,7 +6,8 @@ GPU: medians of forward and backward (bf16 gradients of everything), enqueued on
 taken before and after the program's; the middle of both counts. Calls are many, because a card that
 was idle runs faster at first.
 Host: medians of what a call of mok.moe and of backward takes until it returns, at few tokens, and
-of an autograd.Function with as many tensors that does nothing: PyTorch's own part.
+of an autograd.Function with as many tensors that does nothing, its gradients being there already,
+or made anew without values: PyTorch's own part. What a call returns is freed after its time.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def gpu_ms(name, tokens):
 
 
 class Nothing(torch.autograd.Function):
-    """Takes and saves what the layer does; every gradient is there already."""
+    """Takes and saves what the layer does; grads(): its gradients."""
 
     @staticmethod
     def forward(ctx, y, grads, *arguments):
@@ -86,36 +87,38 @@ class Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_y):
         assert len(ctx.saved_tensors) > 0
-        return (None, None, *ctx.grads)
+        return (None, None, *ctx.grads())
 
 
 def host_us(name, tokens=64, repeat=300):
-    """(forward without and with gradients, backward, forward and backward of nothing)."""
+    """Forward without gradients; forward and backward: the layer, nothing, new gradients."""
     weights, ((x, ids, topk_weights, d_y),) = tensors(name, tokens, sets=1)
     leaves = [x, topk_weights, *weights]
     ready = [torch.zeros_like(t) for t in leaves]
-    grads = (ready[0], None, *ready[1:])
-    times = [[], [], [], [], []]
+    ready.insert(1, None)  # of the ids
+    made = lambda: [t if t is None else torch.empty_like(t) for t in ready]  # noqa: E731
+    calls = (
+        lambda: mok.moe(x, ids, topk_weights, *weights),
+        lambda: Nothing.apply(d_y, lambda: ready, x, ids, topk_weights, *weights),
+        lambda: Nothing.apply(d_y, made, x, ids, topk_weights, *weights),
+    )
+    times = [[] for _ in range(1 + 2 * len(calls))]
     for i in range(repeat):
         if i % 10 == 0:
             torch.cuda.synchronize()
         with torch.no_grad():
             begin = time.perf_counter()
-            mok.moe(x, ids, topk_weights, *weights)
+            y = calls[0]()
             times[0].append(time.perf_counter() - begin)
-        begin = time.perf_counter()
-        y = mok.moe(x, ids, topk_weights, *weights)
-        middle = time.perf_counter()
-        torch.autograd.grad(y, leaves, d_y)
-        end = time.perf_counter()
-        times[1].append(middle - begin)
-        times[2].append(end - middle)
-        begin = time.perf_counter()
-        y = Nothing.apply(d_y, grads, x, ids, topk_weights, *weights)
-        middle = time.perf_counter()
-        torch.autograd.grad(y, leaves, d_y)
-        times[3].append(middle - begin)
-        times[4].append(time.perf_counter() - middle)
+        for j, call in enumerate(calls):
+            begin = time.perf_counter()
+            y = call()
+            middle = time.perf_counter()
+            grads = torch.autograd.grad(y, leaves, d_y)
+            end = time.perf_counter()
+            del y, grads
+            times[1 + 2 * j].append(middle - begin)
+            times[2 + 2 * j].append(end - middle)
     return [1e6 * statistics.median(t[20:]) for t in times]
 
 
@@ -149,7 +152,8 @@ def main():
             line += f", Python {(sum(before) + sum(after)) / 2 / sum(theirs) - 1:+.1%}"
         bare, kept, back, *nothing = host_us(name)
         line += f"; host {bare:.0f} us forward, {kept:.0f} with gradients, {back:.0f} backward"
-        print(f"{line}; a Function of nothing {nothing[0]:.0f} and {nothing[1]:.0f}", flush=True)
+        line += f"; a Function of nothing {nothing[0]:.0f} and {nothing[1]:.0f}"
+        print(f"{line}, with new gradients {nothing[2]:.0f} and {nothing[3]:.0f}", flush=True)
         group.close()
         torch.cuda.empty_cache()
 

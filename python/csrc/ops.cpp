@@ -132,27 +132,23 @@ class SavedParts {
 
 // ---- forward ---------------------------------------------------------------------------------
 
-constexpr const char* kForwardSchema =
-    "forward(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, Tensor? w_up, "
+constexpr const char* kArguments =
+    "(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, Tensor? w_up, "
     "Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, Tensor? w_shared_down, "
-    "Tensor? shared_gate_vector, "
-    // Not read: the autograd formula carries them to backward_accumulate.
+    "Tensor? shared_gate_vector, ";
+// Not read: the autograd formula carries them to backward_accumulate.
+constexpr const char* kCarried =
     "Tensor? main_gate, Tensor? main_up, Tensor? main_down, Tensor? main_shared_gate, "
-    "Tensor? main_shared_up, Tensor? main_shared_down, Tensor? main_shared_gate_vector, "
-    "int workspace, int saved_rows, int layout, Tensor[] quantized) -> (Tensor y, "
-    "Tensor routing_hash, Tensor saved)";
+    "Tensor? main_shared_up, Tensor? main_shared_down, Tensor? main_shared_gate_vector, ";
+constexpr const char* kSettings = "int saved_rows, int layout, Tensor[] quantized)";
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor topk_ids, Tensor topk_weights,
-                                           Tensor gate, OptionalTensor up, Tensor down,
-                                           OptionalTensor shared_gate, OptionalTensor shared_up,
-                                           OptionalTensor shared_down, OptionalTensor gate_vector,
-                                           OptionalTensor, OptionalTensor, OptionalTensor,
-                                           OptionalTensor, OptionalTensor, OptionalTensor,
-                                           OptionalTensor, int64_t workspace, int64_t saved_rows,
-                                           int64_t layout, std::vector<Tensor> quantized) {
+// keep: there will be a backward. A part of what it needs that is empty is no tensor here, because
+// each costs the host microseconds.
+auto compute(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
+             const Weights& weights, int64_t workspace, bool keep, int64_t saved_rows,
+             int64_t layout, const std::vector<Tensor>& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
-    const Weights weights{gate, up, down, shared_gate, shared_up, shared_down, gate_vector};
     Arguments views;
     ForwardArgs args;
     args.tokens = check_tokens(x, topk_ids, topk_weights, s);
@@ -165,12 +161,15 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor topk_ids, Tensor top
     args.weights = views.weights(weights, layout, s);
     views.quantized_forward(quantized, s, args.weights);
 
-    const SavedParts parts(s, saved_rows, args.tokens);
     Tensor y = empty(x, {args.tokens, s.hidden}, s.type);
-    Tensor hash = routing_hash(topk_ids);
-    Tensor saved = empty(x, {parts.elements()}, s.type);
-    if (saved_rows > 0) args.saved = parts.in(saved, s);
     args.y = {data(y), s.hidden};
+    OptionalTensor hash, saved;
+    if (keep && s.device == kCpu) hash = routing_hash(topk_ids);
+    if (saved_rows > 0) {
+      const SavedParts parts(s, saved_rows, args.tokens);
+      saved = empty(x, {parts.elements()}, s.type);
+      args.saved = parts.in(*saved, s);
+    }
 
     const std::lock_guard lock(entry.mutex);
     if (saved_rows > 0 && saved_rows != entry.options().saved_rows) {
@@ -182,6 +181,30 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor topk_ids, Tensor top
     entry.forward(args);
     return std::tuple(y, hash, saved);
   });
+}
+
+// In graphs every output is a tensor.
+auto forward(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, OptionalTensor up,
+             Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
+             OptionalTensor shared_down, OptionalTensor gate_vector, OptionalTensor, OptionalTensor,
+             OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+             int64_t workspace, int64_t saved_rows, int64_t layout, std::vector<Tensor> quantized) {
+  auto [y, hash, saved] = compute(
+      x, topk_ids, topk_weights, {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
+      workspace, true, saved_rows, layout, quantized);
+  if (!hash) hash = empty(topk_ids, {0}, ScalarType::Long);
+  if (!saved) saved = empty(x, {0}, x.scalar_type());
+  return std::tuple(y, *hash, *saved);
+}
+
+auto forward_eager(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, OptionalTensor up,
+                   Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
+                   OptionalTensor shared_down, OptionalTensor gate_vector, int64_t workspace,
+                   bool keep, int64_t saved_rows, int64_t layout, std::vector<Tensor> quantized) {
+  return compute(x, topk_ids, topk_weights,
+                 {std::move(gate), std::move(up), std::move(down), std::move(shared_gate),
+                  std::move(shared_up), std::move(shared_down), std::move(gate_vector)},
+                 workspace, keep, saved_rows, layout, quantized);
 }
 
 // ---- backward --------------------------------------------------------------------------------
@@ -215,8 +238,8 @@ std::string backward_schema(const std::string& name, const std::string& more_arg
   return name +
          "(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, "
          "Tensor? w_up, Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, "
-         "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor routing_hash, "
-         "Tensor saved, int workspace, int layout, int needs, "
+         "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor? routing_hash, "
+         "Tensor? saved, int workspace, int layout, int needs, "
          "Tensor[] quantized" +
          more_arguments + ") -> (" + returned + ")";
 }
@@ -280,8 +303,8 @@ struct WeightGradients {
 
 Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tensor& x,
                         const Tensor& topk_ids, const Tensor& topk_weights, const Weights& weights,
-                        const Tensor& hash, const Tensor& saved, int64_t workspace, int64_t layout,
-                        int64_t needs, const std::vector<Tensor>& quantized) {
+                        const OptionalTensor& hash, const OptionalTensor& saved, int64_t workspace,
+                        int64_t layout, int64_t needs, const std::vector<Tensor>& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     Arguments views;
@@ -289,7 +312,10 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     args.tokens = check_tokens(x, topk_ids, topk_weights, s);
     check_weights(weights, layout, s);
     check("d_y", d_y, {args.tokens, s.hidden}, s.type, s.device);
-    check("routing_hash", hash, {s.device == kCpu ? 1 : 0}, ScalarType::Long, s.device);
+    if (s.device == kCpu) {
+      if (!hash) refuse(ErrorCode::bad_argument, "routing_hash: missing");
+      check("routing_hash", *hash, {1}, ScalarType::Long, s.device);
+    }
     args.x = views.matrix(x);
     args.d_y = views.matrix(d_y);
     args.topk_ids = views.contiguous(topk_ids);
@@ -298,7 +324,7 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     args.weights = views.weights(weights, layout, s);
     views.quantized_backward(quantized, s, args.weights);
     if (s.device == kCpu && hash_ids(args.topk_ids, args.id_type, args.tokens * s.topk) !=
-                                *static_cast<const int64_t*>(hash.const_data_ptr())) {
+                                *static_cast<const int64_t*>(hash->const_data_ptr())) {
       refuse(ErrorCode::bad_routing,
              "topk_ids: not those of the forward pass. Under activation checkpointing the routing "
              "was computed again and came out differently; mok.checkpoint_policy() keeps it");
@@ -331,11 +357,11 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
     args.d_shared_gate_vector = grads.matrix(shared_gate_vector);
 
     const std::lock_guard lock(entry.mutex);
-    if (saved.numel() > 0) {
+    if (saved && saved->numel() > 0) {
       const SavedParts parts(s, entry.options().saved_rows, args.tokens);
-      check("saved", saved, {parts.elements()}, s.type, s.device);
-      if (!saved.is_contiguous()) refuse(ErrorCode::bad_argument, "saved: not contiguous");
-      args.saved = parts.in(saved, s);
+      check("saved", *saved, {parts.elements()}, s.type, s.device);
+      if (!saved->is_contiguous()) refuse(ErrorCode::bad_argument, "saved: not contiguous");
+      args.saved = parts.in(*saved, s);
     }
     reached_core = true;
     entry.backward(args);
@@ -346,21 +372,24 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
 
 auto backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
               OptionalTensor up, Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
-              OptionalTensor shared_down, OptionalTensor gate_vector, Tensor routing_hash,
-              Tensor saved, int64_t workspace, int64_t layout, int64_t needs,
+              OptionalTensor shared_down, OptionalTensor gate_vector, OptionalTensor routing_hash,
+              OptionalTensor saved, int64_t workspace, int64_t layout, int64_t needs,
               std::vector<Tensor> quantized) {
-  const Gradients grads =
+  Gradients grads =
       differentiate({}, d_y, x, topk_ids, topk_weights,
-                    {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
+                    {std::move(gate), std::move(up), std::move(down), std::move(shared_gate),
+                     std::move(shared_up), std::move(shared_down), std::move(gate_vector)},
                     routing_hash, saved, workspace, layout, needs, quantized);
-  return outputs([&](size_t i) { return grads[i]; });
+  return outputs([&](size_t i) { return std::move(grads[i]); });
 }
 
+// Of graphs, or of the eager path.
+template <bool kEager>
 auto backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
                          OptionalTensor up, Tensor down, OptionalTensor shared_gate,
                          OptionalTensor shared_up, OptionalTensor shared_down,
-                         OptionalTensor gate_vector, Tensor routing_hash, Tensor saved,
-                         int64_t workspace, int64_t layout, int64_t needs,
+                         OptionalTensor gate_vector, OptionalTensor routing_hash,
+                         OptionalTensor saved, int64_t workspace, int64_t layout, int64_t needs,
                          std::vector<Tensor> quantized, OptionalTensor main_gate,
                          OptionalTensor main_up, OptionalTensor main_down,
                          OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
@@ -372,8 +401,12 @@ auto backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weig
                     {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
                     routing_hash, saved, workspace, layout, needs, quantized);
   return outputs([&](size_t i) {
-    return grads[i] ? *grads[i]
-                    : empty(x, {0}, i == 1 ? topk_weights.scalar_type() : x.scalar_type());
+    if constexpr (kEager) {
+      return grads[i];
+    } else {
+      return grads[i] ? *grads[i]
+                      : empty(x, {0}, i == 1 ? topk_weights.scalar_type() : x.scalar_type());
+    }
   });
 }
 
@@ -381,9 +414,18 @@ auto backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weig
 
 STABLE_TORCH_LIBRARY(mok, m) {
   m.def("routing_hash(Tensor topk_ids) -> Tensor");
-  m.def(kForwardSchema);
+  m.def((std::string("forward") + kArguments + kCarried + "int workspace, " + kSettings +
+         " -> (Tensor y, Tensor routing_hash, Tensor saved)")
+            .c_str());
   m.def(backward_schema("backward", "", "Tensor?").c_str());
   m.def(backward_schema("backward_accumulate", kMainGrads, "Tensor").c_str());
+  // The eager path's (python/mok/autograd.py): without a formula of their own, without arguments
+  // that are not read and outputs that are empty.
+  m.def((std::string("forward_eager") + kArguments + "int workspace, bool keep, " + kSettings +
+         " -> (Tensor y, Tensor? routing_hash, Tensor? saved)")
+            .c_str());
+  m.def(backward_schema("backward_eager", "", "Tensor?").c_str());
+  m.def(backward_schema("backward_accumulate_eager", kMainGrads, "Tensor?").c_str());
 }
 
 // The workspace knows its executor.
@@ -392,7 +434,10 @@ void implement(Library& m) {
   m.impl("routing_hash", TORCH_BOX(&routing_hash));
   m.impl("forward", TORCH_BOX(&forward));
   m.impl("backward", TORCH_BOX(&backward));
-  m.impl("backward_accumulate", TORCH_BOX(&backward_accumulate));
+  m.impl("backward_accumulate", TORCH_BOX(&backward_accumulate<false>));
+  m.impl("forward_eager", TORCH_BOX(&forward_eager));
+  m.impl("backward_eager", TORCH_BOX(&backward));
+  m.impl("backward_accumulate_eager", TORCH_BOX(&backward_accumulate<true>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok, CPU, m) { implement(m); }

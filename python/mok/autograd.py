@@ -29,12 +29,24 @@ WEIGHT_NAMES = (
 )
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _NO_MAIN_GRADS = (None,) * 7
-_FORWARD = torch.ops.mok.forward.default
 _BACKWARD = torch.ops.mok.backward.default
 _BACKWARD_ACCUMULATE = torch.ops.mok.backward_accumulate.default
 
+# A quarter of what torch.is_autocast_enabled(device) takes.
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
-# ---- the formula -----------------------------------------------------------------------------
+
+def _directly(operator):
+    """What PyTorch's wrapper of an operator calls."""
+    return getattr(operator.default, "_op", operator.default)
+
+
+_FORWARD_EAGER = _directly(torch.ops.mok.forward_eager)
+_BACKWARD_EAGER = _directly(torch.ops.mok.backward_eager)
+_BACKWARD_ACCUMULATE_EAGER = _directly(torch.ops.mok.backward_accumulate_eager)
+
+
+# ---- the formula in graphs: of the operator `forward` ----------------------------------------
 
 
 @functools.cache
@@ -60,15 +72,11 @@ def _gradients(ctx, d_y, tensors, wanted):
             _no_second_derivative()
         grads = _BACKWARD_ACCUMULATE(*operands, *main_grads)
         wanted = (*wanted[:2], *(w and m is None for w, m in zip(wanted[2:], main_grads)))  # noqa: B905
-    elif torch.is_grad_enabled():
-        grads = _BACKWARD(*operands)
     else:
-        with torch._C._AutoDispatchBelowAutograd():
-            grads = _BACKWARD(*operands)
+        grads = _BACKWARD(*operands)
     return [grad if want else None for grad, want in zip(grads, wanted)]  # noqa: B905
 
 
-# Of the operator, for graphs and for whoever calls it.
 def _setup_context(ctx, inputs, output):
     *tensors, workspace, _, layout, quantized = inputs
     arguments, main_grads = tensors[:10], tensors[10:]
@@ -100,25 +108,51 @@ torch.library.register_autograd("mok::forward", _backward, setup_context=_setup_
 torch.library.register_autograd("mok::backward", _no_second_derivative)
 
 
-class _MoE(torch.autograd.Function):
-    """The same without the operator's own autograd, which costs tens of microseconds a call."""
+# ---- the formula in eager mode ---------------------------------------------------------------
+#
+# An autograd.Function of operators without a formula of their own, because PyTorch's way to an
+# operator's formula costs tens of microseconds a call. Each tensor that is made, argument that is
+# passed and helper that is called costs one or so: there are few.
 
+
+@functools.cache
+def _eager_bits(needs: tuple[bool, ...]) -> int:
+    """Bits of the operator's `needs`; of _MoE's arguments."""
+    return _bits((needs[1], *needs[3:11]))
+
+
+class _MoE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, workspace, saved_rows, layout, main_grads, quantized, *arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            y, ctx.routing_hash, saved = _FORWARD(
-                *arguments, *main_grads, workspace, saved_rows, layout, quantized
-            )
+    def forward(ctx, call, *arguments):
+        workspace, saved_rows, layout, main_grads, quantized = call
+        y, routing_hash, saved = _FORWARD_EAGER(
+            *arguments, workspace, True, saved_rows, layout, quantized
+        )
         ctx.save_for_backward(*arguments, saved, *quantized)
-        ctx.main_grads, ctx.workspace, ctx.layout = main_grads, workspace, layout
+        ctx.call = workspace, layout, main_grads, routing_hash  # not saved: see _setup_context
         ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
     def backward(ctx, d_y):
-        needs = ctx.needs_input_grad
-        d_x, *others = _gradients(ctx, d_y, ctx.saved_tensors, (needs[5], *needs[7:]))
-        return (None, None, None, None, None, d_x, None, *others)
+        tensors = ctx.saved_tensors  # once: under checkpointing they are computed again
+        workspace, layout, main_grads, routing_hash = ctx.call
+        if d_y is None:  # the peers wait for this rank's part all the same
+            d_y = torch.zeros_like(tensors[0])
+        operands = (
+            d_y, *tensors[:10], routing_hash, tensors[10], workspace, layout,
+            _eager_bits(ctx.needs_input_grad),
+            for_backward(tensors[11:]) if len(tensors) > 11 else [],
+        )  # fmt: skip
+        if main_grads is not None:
+            if torch.is_grad_enabled():  # create_graph=True
+                _no_second_derivative()
+            grads = _BACKWARD_ACCUMULATE_EAGER(*operands, *main_grads)
+        elif torch.is_grad_enabled():
+            grads = _BACKWARD(*operands)
+        else:
+            grads = _BACKWARD_EAGER(*operands)
+        return None, grads[0], None, *grads[1:]
 
 
 # Function.apply without its care for functorch, which costs as much as all the rest.
@@ -368,8 +402,13 @@ def _call(
 ):
     """The operator, as cheaply as it can be had."""
     workspace, saved_rows = found
-    x, topk_weights = _under_autocast(x, topk_weights, weights)
-    main_grads = _NO_MAIN_GRADS if owners is None else main_grads_of(owners, weights[2].dtype)
+    if (not eager or _any_autocast()) and torch.is_autocast_enabled(weights[2].device.type):
+        x, topk_weights = _converted(x, topk_weights, weights)
+    main_grads = None
+    if owners is not None:
+        main_grads = main_grads_of(owners, weights[2].dtype)
+        if all([main_grad is None for main_grad in main_grads]):
+            main_grads = None
     fp8 = []
     if precision in QUANTIZED:
         fp8 = list(quantized or _quantize_weights(precision, *weights[:3], layout=layout))
@@ -378,26 +417,28 @@ def _call(
         or topk_weights.requires_grad
         or any([w is not None and w.requires_grad for w in weights])
     )
-    if eager and differentiable:
-        return _apply(
-            workspace, saved_rows, LAYOUTS[layout], main_grads, fp8, x, topk_ids, topk_weights,
-            *weights,
-        )  # fmt: skip
-    operands = (
-        x, topk_ids, topk_weights, *weights, *main_grads, workspace,
-        saved_rows if differentiable else 0, LAYOUTS[layout], fp8,
-    )  # fmt: skip
-    if eager:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _FORWARD(*operands)[0]
-    return torch.ops.mok.forward(*operands)[0]
+    if not eager:
+        return torch.ops.mok.forward(
+            x, topk_ids, topk_weights, *weights, *(main_grads or _NO_MAIN_GRADS), workspace,
+            saved_rows if differentiable else 0, LAYOUTS[layout], fp8,
+        )[0]  # fmt: skip
+    if differentiable:
+        call = workspace, saved_rows, LAYOUTS[layout], main_grads, fp8
+        return _apply(call, x, topk_ids, topk_weights, *weights)
+    return _FORWARD_EAGER(
+        x, topk_ids, topk_weights, *weights, workspace, False, 0, LAYOUTS[layout], fp8
+    )[0]
 
 
 def _under_autocast(x, topk_weights, weights):
-    w_down = weights[2]
-    if torch.is_autocast_enabled(w_down.device.type):
-        return x.to(w_down.dtype), topk_weights.to(_sum_dtype(w_down.dtype))
+    if torch.is_autocast_enabled(weights[2].device.type):
+        return _converted(x, topk_weights, weights)
     return x, topk_weights
+
+
+def _converted(x, topk_weights, weights):
+    dtype = weights[2].dtype
+    return x.to(dtype), topk_weights.to(_sum_dtype(dtype))
 
 
 def _wrong_call(

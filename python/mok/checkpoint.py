@@ -18,7 +18,8 @@ def _keeps_routing(context, operator, *args, **kwargs) -> CheckpointPolicy:
 
 
 def _keeps_layer(context, operator, *args, **kwargs) -> CheckpointPolicy:
-    if operator in (torch.ops.mok.select_experts.default, torch.ops.mok.forward.default):
+    mok = torch.ops.mok
+    if operator in (mok.select_experts.default, mok.forward.default, mok.forward_eager.default):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -1,7 +1,8 @@
 """The operators of libmok_torch.so: fake kernels, the choice of experts, and FP8.
 
 ``torch.ops.mok.forward``, ``backward`` and ``backward_accumulate`` are defined in C++ and known
-here by their outputs' shapes alone, so that they trace with symbolic T. They keep no Python state:
+here by their outputs' shapes alone, so that they trace with symbolic T. Those with ``_eager`` in
+their names are :func:`mok.moe`'s outside graphs. They keep no Python state:
 a workspace is an integer. Most code calls :func:`mok.moe` or :class:`mok.MoELayer` instead.
 """
 
@@ -49,6 +50,20 @@ def _backward_shapes(x, topk_weights, weights, needs, main_grads):
     return tuple(grads)
 
 
+@torch.library.register_fake("mok::forward_eager")
+def _forward_eager_fake(
+    x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
+    shared_gate_vector, workspace, keep, saved_rows, layout, quantized,
+):  # fmt: skip
+    y, routing_hash, saved = _forward_fake(
+        x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
+        shared_gate_vector, *(None,) * 7, workspace, saved_rows, layout, quantized,
+    )  # fmt: skip
+    kept = keep and x.device.type == "cpu"
+    return y, routing_hash if kept else None, saved if saved_rows > 0 else None
+
+
+@torch.library.register_fake("mok::backward_eager")
 @torch.library.register_fake("mok::backward")
 def _backward_fake(
     d_y, x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
@@ -58,8 +73,8 @@ def _backward_fake(
     return _backward_shapes(x, topk_weights, weights, needs, (None,) * 7)
 
 
-@torch.library.register_fake("mok::backward_accumulate")
-def _backward_accumulate_fake(
+@torch.library.register_fake("mok::backward_accumulate_eager")
+def _backward_accumulate_eager_fake(
     d_y, x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
     shared_gate_vector, routing_hash, saved, workspace, layout, needs, quantized, main_gate,
     main_up, main_down, main_shared_gate, main_shared_up, main_shared_down, main_shared_gate_vector,
@@ -69,7 +84,12 @@ def _backward_accumulate_fake(
         main_gate, main_up, main_down, main_shared_gate, main_shared_up, main_shared_down,
         main_shared_gate_vector,
     )  # fmt: skip
-    grads = _backward_shapes(x, topk_weights, weights, needs, main_grads)
+    return _backward_shapes(x, topk_weights, weights, needs, main_grads)
+
+
+@torch.library.register_fake("mok::backward_accumulate")
+def _backward_accumulate_fake(d_y, x, topk_ids, topk_weights, *arguments):
+    grads = _backward_accumulate_eager_fake(d_y, x, topk_ids, topk_weights, *arguments)
     nothing = [t.new_empty((0,)) for t in (x, topk_weights, *(x,) * 7)]
     return tuple(n if g is None else g for g, n in zip(grads, nothing, strict=True))
 
@@ -229,6 +249,9 @@ def _best_first(scores: Tensor) -> Tensor:
 
 # Not torch.library.custom_op, whose first call imports the compiler (seconds).
 _library_fragment = torch.library.Library("mok", "FRAGMENT")
+for _name in ("forward_eager", "backward_eager", "backward_accumulate_eager"):
+    # Autograd has no part in them: they are called inside an autograd.Function, or for no gradient.
+    _library_fragment.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 _library_fragment.define(
     "select_experts(Tensor scores, int topk, int groups, int topk_groups, str group_score) "
     "-> Tensor"

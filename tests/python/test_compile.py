@@ -92,6 +92,28 @@ def test_K2_opcheck_backward(needs):
     )  # fmt: skip
 
 
+def test_K2_opcheck_of_the_eager_operators():
+    p = problem(2, shared=5, shared_gate=True, hidden=28, dtype=torch.bfloat16)
+    arguments = operands(p)
+    workspace, rows, layout, fp8 = arguments[-4:]
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    forward, backward = torch.ops.mok.forward_eager, torch.ops.mok.backward_eager
+    for keep, saved_rows in ((False, 0), (True, 0), (True, rows)):
+        settings = (*arguments[:10], workspace, keep, saved_rows, layout, fp8)
+        # Rows that are kept but have no token hold anything; so no comparison of their values.
+        if saved_rows == 0:
+            torch.library.opcheck(forward.default, settings, **checks)
+        y, *kept = forward(*settings)
+        same_bits(y, torch.ops.mok.forward(*arguments)[0])
+        assert [t is not None for t in kept] == [keep, saved_rows > 0]
+    settings = (p.d_y, *arguments[:10], *kept, workspace, layout, 0b101010101, fp8)
+    torch.library.opcheck(backward.default, settings, **checks)
+    main = [torch.zeros(w.shape) if i % 2 else None for i, w in enumerate(arguments[3:10])]
+    torch.library.opcheck(
+        torch.ops.mok.backward_accumulate_eager.default, (*settings, *main), **checks
+    )
+
+
 def test_K2_opcheck_select_experts():
     for arguments in ((torch.randn(5, 8), 3, 1, 1, "top2"), (torch.randn(0, 8), 8, 1, 1, "top2"),
                       (torch.randn(5, 8).double(), 2, 4, 2, "max")):  # fmt: skip

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,3 +65,46 @@ def test_gaps_of_precisions_are_taken_seed_by_seed():
     assert gaps["fp8"] == pytest.approx((2.7, 0.2, 0.1))
     _, _, error = compare.final_gaps({"bf16": [run(2.0)]})["bf16"]
     assert math.isnan(error)  # one seed does not tell
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_gradients_are_summed_in_the_same_order_on_every_rank(dtypes, monkeypatch):
+    train = load_example("train_lm_gpu")
+    sent = []
+
+    def all_reduce(flat):
+        sent.append(flat.dtype)
+        flat *= 2
+
+    monkeypatch.setattr(train.dist, "all_reduce", all_reduce)
+    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=getattr(torch, d))) for d in dtypes * 2]
+    for i, p in enumerate(parameters):
+        p.grad = torch.full_like(p, i + 1)
+    train.average(parameters, 2)
+    assert sent == [getattr(torch, d) for d in dtypes]  # of a set: whatever its hashes say
+    assert [p.grad.tolist() for p in parameters] == [[2.0 * (i + 1)] * 3 for i in range(4)]
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(monkeypatch):
+    train = load_example("train_lm_gpu")
+
+    class Model(torch.nn.Module):
+        def __init__(self, *_):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+            self.passes = 0
+
+        def expert_parameters(self):
+            return []
+
+        def forward(self, tokens):
+            self.passes += 1
+            return self.weight * (1.0 if self.passes < 2 else torch.nan), 0.0
+
+    monkeypatch.setattr(train, "Model", Model)
+    for name in ("synchronize", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    options = train.arguments(["--context", "4", "--batch", "1", "--passes", "1", "--steps", "3"])
+    text = torch.arange(64, dtype=torch.uint8)
+    with pytest.raises(SystemExit, match="plain: the loss of step 2 is nan"):
+        train.train("plain", options, text, torch.device("cpu"), 1, 0)
