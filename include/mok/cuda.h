@@ -24,6 +24,11 @@ constexpr bool runs(Precision precision) {
   return precision == Precision::bf16 || is_quantized(precision);
 }
 
+// How many ranks may share a GPU: what fits the parameters of a kernel.
+constexpr int most_ranks_of_a_gpu(Precision precision) {
+  return precision == Precision::fp8 ? 6 : kMaxRanks;
+}
+
 struct Options {
   WorkspaceOptions workspace;             // workers and delays are the CPU executor's
   Precision precision = Precision::bf16;  // mxfp8 reads LayerWeights::rounded, fp8 ::quantized
@@ -69,7 +74,8 @@ class Workspace {
   // All R ranks, rank r on devices[r]; ranks that share a GPU are *virtual*: one launch, its blocks
   // divided among them, each with its own memory.
   // Takes all memory. Throws bad_argument (sizes: H, I, I_s multiples of 64), unsupported (names
-  // the GPU, the pair of GPUs without peer access, or the precision), out_of_memory.
+  // the GPU, the pair of GPUs without peer access, the precision, or how many ranks share a GPU),
+  // out_of_memory.
   Workspace(const LayerShape& shape, const std::vector<int>& devices, const Options& options);
   // One rank; the others are other processes'. Collective: a barrier of all processes must come
   // between this and the first call, because each clears its own block here.

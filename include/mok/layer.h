@@ -94,9 +94,9 @@ struct LayerWeights {
   ConstMatrix shared_down_proj;              // [H, I_s]
   const void* shared_gate_vector = nullptr;  // [H], only with shape.shared_gate
   // mxfp8 and fp8 read these instead of gate, up and down, which may be null: `quantized` on CPUs,
-  // on GPUs in fp8 too, and in mxfp8 `rounded`. Forward: gate, up, down. Backward: gate_t, up_t, down_t (or gate_backward,
-  // up_backward, down_backward), and gate, up to recompute rows that were not saved.
-  // Whoever changes the weights makes these anew; the layer has no way to see it.
+  // on GPUs in fp8 too, and in mxfp8 `rounded`. Forward: gate, up, down. Backward: gate_t, up_t,
+  // down_t (or gate_backward, up_backward, down_backward), and gate, up to recompute rows that were
+  // not saved. Whoever changes the weights makes these anew; the layer has no way to see it.
   QuantizedWeights quantized;
   RoundedWeights rounded;
 };

@@ -226,8 +226,8 @@ class CommunicationWarp {
   // Moves the entries of a task: source -> every stored row of `x` (and of `d_y`), which are rings
   // of `base_rows` rows. Entry e has stored[e * most_copies ...].
   template <bool kQuantized>
-  __device__ void move(const typename Shared::Rows& rows, int entries, int most_copies, plan::Buffer x,
-                       plan::Buffer d_y, bool with_x, int32_t base_rows) {
+  __device__ void move(const typename Shared::Rows& rows, int entries, int most_copies,
+                       plan::Buffer x, plan::Buffer d_y, bool with_x, int32_t base_rows) {
     const int32_t row_bytes = stored_row_bytes();
     const int pieces =
         (kBackward && with_x ? 2 : 1) * entries * plan::ceil_div(row_bytes, kMostBytes);

@@ -2,11 +2,12 @@
 // step of 128 along the contraction goes into a scratch of its own and is then added, times the
 // scales of its row and its column block, to the tile's sums: exactly every 128.
 //
-//   per step and 64 columns (d_hidden: 128): 4 wgmma -> scratch -> fma -> sums (128 or 64 registers)
+//   per step and 128 columns: 4 wgmma -> scratch (64 registers) -> 64 fma -> sums (64 or 128)
 //
-// Two scratches take turns, so that one is filled while the other is added. There is no room for a
-// pending tile: a tile is stored where it ends (fp8_epilogue.cuh). The two warpgroups run up to a
-// ring of stages apart, so one multiplies while the other stores.
+// There is no room for a second scratch (two of 64 columns each, taking turns, were no faster:
+// docs/ measured.md), nor for a pending tile: a tile is stored where it ends (fp8_epilogue.cuh).
+// The two warpgroups run up to a ring of stages apart, so one multiplies while the other adds or
+// stores.
 //
 // Scales of rows come from the rows of codes, of columns from the weights: a lane has those of some
 // of the next 16 steps, and hands them out by shuffles.
@@ -79,26 +80,33 @@ class Fp8Consumer : protected Consumer<Products> {
   // Until a task comes that is none, or an abort.
   __device__ __forceinline__ void run_fp8_tiles() {
     if constexpr (Products::kFp8) {
+      Fp8Scales scales;
+      bool asked = false;  // for the scales of the task at at_; warps may differ
       do {
         const TileTask::Shape shape = this->next_shape();
-        const TileTask& task = shared_.task[at_.low()];
         if (!is_fp8(shape.kind())) return;
+        const TileTask& task = shared_.task[at_.low()];
         if (this->is_idle(shape)) {
           this->pass(shape.steps());
-        } else {
-          wait(shared_.task_loading[at_.low()], at_.low_phase(), shared_.abort);
-          if (shape.kind() == TaskKind::gate_up_fp8) {
-            run_gate_up(task, shape.steps());
-          } else if (!kBackward) {
-            run_rows<kFp8Down, 1>(task, shape.steps());
-          } else if (shape.kind() == TaskKind::d_hidden_fp8) {
-            run_d_hidden(task, shape.steps());
-          } else {
-            run_rows<kFp8DInput, 2>(task, shape.steps());
-          }
+          this->finish(at_.low());
+          at_.advance_low();
+          asked = false;
+          continue;
         }
-        this->finish(at_.low());
-        at_.advance_low();
+        if (!asked) {
+          wait(shared_.task_loading[at_.low()], at_.low_phase(), shared_.abort);
+          ask_for_first(scales, shape.kind(), task);
+        }
+        if (shape.kind() == TaskKind::gate_up_fp8) {
+          asked = run_tile<TaskKind::gate_up_fp8>(scales, task, shape.steps());
+        } else if (!kBackward) {
+          asked = run_tile<TaskKind::down_fp8>(scales, task, shape.steps());
+        } else if (shape.kind() == TaskKind::d_hidden_fp8) {
+          asked = run_tile<TaskKind::d_hidden_fp8>(scales, task, shape.steps());
+        } else {
+          asked = run_tile<TaskKind::d_input_fp8>(scales, task, shape.steps());
+        }
+        this->finish(at_.low_before(1));
       } while (this->wait_for_task());
     }
   }
@@ -106,100 +114,105 @@ class Fp8Consumer : protected Consumer<Products> {
  private:
   static constexpr int kPartWords = kHalfN / 2;  // sums of 128 columns
 
-  __device__ __forceinline__ void run_gate_up(const TileTask& task, int steps) {
-    const Fp8Operands& operands = products_.fp8[kFp8GateUp];
-    float acc[2 * kPartWords] = {};
-    accumulate<2, true>(acc, task, operands, 0, steps);
-    store_gate_up_fp8(acc, products_, operands, task);
-  }
-  template <Fp8Product kProduct, int kOperands>
-  __device__ __forceinline__ void run_rows(const TileTask& task, int steps) {
-    float acc[2 * kPartWords] = {};
-#pragma unroll 1
-    for (int which = 0; which < kOperands; ++which) {
-      accumulate<2, false>(acc, task, products_.fp8[kProduct], which, steps / kOperands);
-    }
-    store_rows(acc, products_, task);
-  }
-  __device__ __forceinline__ void run_d_hidden(const TileTask& task, int steps) {
-    const Fp8Operands& operands = products_.fp8[kFp8DHidden];
-    float acc[kPartWords] = {};
-    accumulate<1, false>(acc, task, operands, 0, steps);
-    store_d_hidden_fp8(acc, products_, operands, task);
+  static constexpr Fp8Product product_of(TaskKind kind) {
+    return kind == TaskKind::gate_up_fp8   ? kFp8GateUp
+           : kind == TaskKind::d_input_fp8 ? kFp8DInput
+                                           : kFp8Down;
   }
 
-  // Adds the products of `steps` steps to kParts times 128 columns; `which`: of the operands, for
-  // d_input. kTwoWeights: the second column block is another weight's.
+  // Leaves at_ at the next task; whether its scales are asked for.
+  template <TaskKind kKind>
+  __device__ __forceinline__ bool run_tile(Fp8Scales& scales, const TileTask& task, int steps) {
+    constexpr int kParts = kKind == TaskKind::d_hidden_fp8 ? 1 : 2;
+    constexpr bool kGateUp = kKind == TaskKind::gate_up_fp8;
+    const Fp8Operands& operands = products_.fp8[product_of(kKind)];
+    float acc[kParts * kPartWords] = {};
+    if constexpr (kKind == TaskKind::d_input_fp8) {
+      accumulate<kParts, kGateUp>(acc, scales, task, operands, 0, steps / 2, true);
+      accumulate<kParts, kGateUp>(acc, scales, task, operands, 1, steps / 2, false);
+    } else {
+      accumulate<kParts, kGateUp>(acc, scales, task, operands, 0, steps, false);
+    }
+    at_.advance_low();
+    const bool asked = ask_for_next(scales);
+    if constexpr (kGateUp) {
+      store_gate_up_fp8(acc, products_, operands, task);
+    } else if constexpr (kKind == TaskKind::d_hidden_fp8) {
+      store_d_hidden_fp8(acc, products_, operands, task);
+    } else {
+      store_rows(acc, products_, task);
+    }
+    return asked;
+  }
+
+  __device__ __forceinline__ void ask_for_first(Fp8Scales& scales, TaskKind kind,
+                                                const TileTask& task) const {
+    if (kind == TaskKind::gate_up_fp8) {
+      scales.template ask_for<true>(task, products_.fp8[kFp8GateUp], 0, 0);
+    } else if (kBackward && kind == TaskKind::d_input_fp8) {
+      scales.template ask_for<false>(task, products_.fp8[product_of(TaskKind::d_input_fp8)], 0, 0);
+    } else {
+      scales.template ask_for<false>(task, products_.fp8[kFp8Down], 0, 0);
+    }
+  }
+  // While a tile is stored, if the next one's rows are known to have come.
+  __device__ __forceinline__ bool ask_for_next(Fp8Scales& scales) const {
+    const uint32_t slot = at_.low(), phase = at_.low_phase();
+    const bool there =
+        shared_.task_full[slot].test(phase) && shared_.task_loading[slot].test(phase);
+    if (!__all_sync(~0u, there)) return false;
+    const TaskKind kind = this->next_shape().kind();
+    if (!is_fp8(kind)) return false;
+    ask_for_first(scales, kind, shared_.task[slot]);
+    return true;
+  }
+
+  // Adds the products of `steps` steps to kParts times 128 columns. The scales of the first of them
+  // are asked for. `which`: of the operands; `more`: there is another. kTwoWeights: the second
+  // column block is another weight's.
   template <int kParts, bool kTwoWeights>
-  __device__ __forceinline__ void accumulate(float (&acc)[kParts * kPartWords],
+  __device__ __forceinline__ void accumulate(float (&acc)[kParts * kPartWords], Fp8Scales& scales,
                                              const TileTask& task, const Fp8Operands& operands,
-                                             int which, int steps) {
-    Fp8Scales scales;
-    scales.template ask_for<kTwoWeights>(task, operands, which, 0);
-    int step = 0;
-    const auto chunk_begins = [&] {
-      if (step % Fp8Scales::kChunk != 0) return;
-      scales.advance();
-      if (step + Fp8Scales::kChunk < steps) {
-        scales.template ask_for<kTwoWeights>(task, operands, which, step + Fp8Scales::kChunk);
-      }
-    };
+                                             int which, int steps, bool more) {
+    float sum[kPartWords];  // dead between parts: the first wgmma overwrites it
+    // What the next part needs is made ready while one is multiplied.
+    wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
 #pragma unroll 1
-    for (; step + 2 <= steps; step += 2) {
-      chunk_begins();
-      run_steps<2, kParts>(acc, scales, step);
-    }
-    if (step < steps) {
-      chunk_begins();
-      run_steps<1, kParts>(acc, scales, step);
-    }
-  }
-
-  // Pieces of kWidth columns of kSteps steps, each multiplied while the one before it is added. None
-  // is in flight across a loop's end: the compiler would wait for every single wgmma.
-  template <int kSteps, int kParts>
-  __device__ __forceinline__ void run_steps(float (&acc)[kParts * kPartWords],
-                                            const Fp8Scales& scales, int step) {
-    constexpr int kWidth = kParts == 1 ? 128 : 64;
-    constexpr int kWords = kWidth / 2;
-    constexpr int kStepPieces = kParts * kHalfN / kWidth, kPieces = kSteps * kStepPieces;
-    float sum[2][kWords];  // dead before: the first wgmma of a piece overwrites it
+    for (int step = 0; step < steps; ++step) {
+      const uint32_t slot = __shfl_sync(~0u, at_.high(), 0);  // known to be the same in all lanes
 #pragma unroll
-    for (int piece = 0; piece <= kPieces; ++piece) {
-      if (piece < kPieces) {
-        const int at = piece % kStepPieces;
-        if (at == 0) {
-          wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
-          at_.advance_high();
-        }
-        const uint32_t slot = at_.high_before(1);
+      for (int part = 0; part < kParts; ++part) {
         const ptx::Operand<false> a(ptx::shared_address(shared_.a[slot]) + group_ * kHalfBytesA);
-        const ptx::Operand<false> b(ptx::shared_address(shared_.b[slot]) +
-                                    at * kWidth * kTileK * 2);
+        const ptx::Operand<false> b(ptx::shared_address(shared_.b[slot]) + part * 2 * kGroupBytesB);
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTileK; k += 16) {  // in pairs of codes
-          ptx::wgmma_e4m3<kWidth>(sum[piece % 2], a.at(k), b.at(k), k > 0);
+          ptx::wgmma_e4m3_n128(sum, a.at(k), b.at(k), k > 0);
         }
         ptx::wgmma_commit();
-      }
-      if (piece == 0) continue;
-      constexpr int kBefore = 1;
-      const int done = piece - kBefore, at = done % kStepPieces, of_step = step + done / kStepPieces;
-      const float column = scales.of_columns(at * kWidth / kHalfN, of_step);
-      const float scale[2] = {scales.of_row(0, of_step) * column,
-                              scales.of_row(1, of_step) * column};
-      if (piece < kPieces) {
-        ptx::wgmma_wait<1>();
-      } else {
+        if (part == 0 && step % Fp8Scales::kChunk == 0) {
+          scales.advance();
+          const int next = step + Fp8Scales::kChunk;
+          if (next < steps || more) {
+            scales.template ask_for<kTwoWeights>(task, operands, next < steps ? which : which + 1,
+                                                 next < steps ? next : 0);
+          }
+        }
+        const float column = scales.of_columns(part, step);
+        float scale[2] = {scales.of_row(0, step) * column, scales.of_row(1, step) * column};
+        asm volatile("" : "+f"(scale[0]), "+f"(scale[1]));  // now
+        if (part == kParts - 1) {
+          at_.advance_high();
+          if (step + 1 < steps) wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
+        }
         ptx::wgmma_wait<0>();
-      }
-      ptx::wgmma_settle<kWidth>(sum[done % 2]);
-      if (at == kStepPieces - 1) this->release(at_.high_before(piece < kPieces ? 2 : 1));
+        ptx::wgmma_settle<kHalfN>(sum);
+        if (part == kParts - 1) this->release(slot);
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        float& to = acc[at * kWords + i];
-        to = fmaf(sum[done % 2][i], scale[i / 2 % 2], to);
+        for (int i = 0; i < kPartWords; ++i) {
+          float& to = acc[part * kPartWords + i];
+          to = fmaf(sum[i], scale[i / 2 % 2], to);
+        }
       }
     }
   }

@@ -45,8 +45,7 @@ __device__ __forceinline__ void quantize_block(const uint32_t (&h)[16], float in
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int j = 8 * side + 2 * i;
-      const uint32_t both =
-          codes_of_pair(h[j], inverse) | codes_of_pair(h[j + 1], inverse) << 16;
+      const uint32_t both = codes_of_pair(h[j], inverse) | codes_of_pair(h[j + 1], inverse) << 16;
       const uint32_t left = __shfl_sync(~0u, both, quad | (lane.odd ? 2 : 0));
       const uint32_t right = __shfl_sync(~0u, both, quad | (lane.odd ? 3 : 1));
       four[i] = __byte_perm(left, right, lane.upper ? 0x7632 : 0x5410);
@@ -226,9 +225,9 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kTileN / 2], const
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = tile_row(half);
-    to[half] = row < task.rows ? row_destination(task, product, row,
-                                                 (task.col0 + lane.index() * 8) * 2)
-                               : 0;
+    to[half] = row < task.rows
+                   ? row_destination(task, product, row, (task.col0 + lane.index() * 8) * 2)
+                   : 0;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

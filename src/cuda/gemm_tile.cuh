@@ -262,9 +262,9 @@ __device__ __forceinline__ void publish_tiles(TileShared& shared, Hooks& hooks) 
 template <bool kBackward, class Products>
 class TileConsumer : Fp8Consumer<kBackward, Products> {
   using Base = Consumer<Products>;
+  using Base::finish, Base::pass;
   using Base::shared_, Base::products_, Base::group_, Base::at_;
   using Base::wait_for_task, Base::next_shape, Base::is_idle, Base::leads, Base::release;
-  using Base::finish, Base::pass;
 
  public:
   __device__ __forceinline__ TileConsumer(TileShared& shared, const Products& products,

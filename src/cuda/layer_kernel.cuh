@@ -239,7 +239,9 @@ __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& pa
       break;
     case ProducerWarp::communicate:
       if (share.block < rank.comm_blocks) {
-        CommunicationWarp<Direction::kBackward, Direction::kFp8>(rank, shared.plan, waiter, shared.comm).run();
+        CommunicationWarp<Direction::kBackward, Direction::kFp8>(rank, shared.plan, waiter,
+                                                                 shared.comm)
+            .run();
       }
       break;
   }

@@ -6,6 +6,7 @@
 #include "cuda/check.h"
 #include "cuda/launch.h"
 #include "cuda/layer_kernel.cuh"
+#include "mok/cuda.h"
 
 namespace mok::cuda {
 
@@ -32,7 +33,7 @@ void launch_for(const Launch<Args>& l) {
 // Two kernels: the usual one of a rank for each GPU, and one for ranks that share a GPU.
 template <class Direction, class Args>
 void launch_layer(const Launch<Args>& l) {
-  constexpr int kMost = most_ranks_of_a_gpu(Direction::kFp8);
+  constexpr int kMost = most_ranks_of_a_gpu(Direction::kFp8 ? Precision::fp8 : Precision::bf16);
   l.ranks.size() == 1 ? launch_for<Direction, 1>(l) : launch_for<Direction, kMost>(l);
 }
 

@@ -58,9 +58,9 @@ class Encoder {
   }
   void codes(Map which, Buffer first, Buffer second, int64_t columns) {
     const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
-    encode(&maps_[which], {from, 3, columns / 2, ring_rows(), 2,
-                           state_.g.code_row_bytes(static_cast<int>(columns)) / 2, (to - from) / 2,
-                           kBox});
+    encode(&maps_[which],
+           {from, 3, columns / 2, ring_rows(), 2,
+            state_.g.code_row_bytes(static_cast<int>(columns)) / 2, (to - from) / 2, kBox});
   }
   void codes(Map which, const QuantizedStack& w, int64_t columns, int64_t rows) {
     stack(which, {w.data, rows * columns / 2, columns / 2}, columns / 2, rows);
@@ -190,8 +190,8 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
     maps.codes(kRingDYCodes, Buffer::ring_d_y_codes, h);
     maps.codes(kRingDGateUpCodes, Buffer::ring_d_gate_codes, Buffer::ring_d_up_codes, i);
     out->fp8[kFp8GateUp] = fp8_gate_up(s, q);
-    out->fp8[kFp8DHidden] = fp8_operands(s, Buffer::ring_d_y_codes, q.down_t.scales,
-                                         g.intermediate, g.hidden);
+    out->fp8[kFp8DHidden] =
+        fp8_operands(s, Buffer::ring_d_y_codes, q.down_t.scales, g.intermediate, g.hidden);
     codes_to(out->fp8[kFp8DHidden], s, Buffer::ring_d_gate_codes, Buffer::ring_d_up_codes,
              g.intermediate);
     Fp8Operands& d_input = out->fp8[kFp8DInput];
@@ -217,8 +217,9 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   const auto product = [&](BackwardProduct which) -> Product& { return out->product[which]; };
 
   const bool fp8 = Tensors::kFp8;
-  product(kRecomputeGateUp) = gate_up(fp8 ? kRingXCodes : kRingX, kGate, kUp, nullptr, rows_of(s, Buffer::ring_gate),
-                                      rows_of(s, Buffer::ring_up), i);
+  product(kRecomputeGateUp) =
+      gate_up(fp8 ? kRingXCodes : kRingX, kGate, kUp, nullptr, rows_of(s, Buffer::ring_gate),
+              rows_of(s, Buffer::ring_up), i);
   Product& d_hidden = product(kDHidden);
   d_hidden = product_of(fp8 ? kRingDYCodes : kRingDY, kDown);
   d_hidden.mx = mx;
@@ -237,9 +238,9 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   recomputed.d_hidden.gate = rows_of(s, Buffer::ring_gate);
   recomputed.d_hidden.up = rows_of(s, Buffer::ring_up);
   const Map d_gate_up = fp8 ? kRingDGateUpCodes : kRingDGateUp;
-  product(kDInput) = rows_to(
-      product_of(d_gate_up, mx ? kGateBackward : kGate, d_gate_up, mx ? kUpBackward : kUp),
-      s.tables.row_destination);
+  product(kDInput) =
+      rows_to(product_of(d_gate_up, mx ? kGateBackward : kGate, d_gate_up, mx ? kUpBackward : kUp),
+              s.tables.row_destination);
   const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
                           int64_t width) {
     Product p = weight_grad(left, right, grad.mode, grad.target.data, grad.target.row_stride,
@@ -305,8 +306,8 @@ void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs
     out->fp8[kFp8GateUp] = fp8_gate_up(s, q);
     codes_to(out->fp8[kFp8GateUp], s, Buffer::ring_d_gate_codes, Buffer::ring_d_gate_codes,
              s.g.intermediate);
-    out->fp8[kFp8Down] = fp8_operands(s, Buffer::ring_d_gate_codes, q.down.scales, s.g.hidden,
-                                      s.g.intermediate);
+    out->fp8[kFp8Down] =
+        fp8_operands(s, Buffer::ring_d_gate_codes, q.down.scales, s.g.hidden, s.g.intermediate);
   } else if (mx) {
     maps.routed(w.rounded.gate, w.rounded.up, w.rounded.down);
   } else {

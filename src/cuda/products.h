@@ -68,9 +68,6 @@ template <int kRanks, bool kFp8>
 using BackwardTensors = Products<kFp8 ? kBackwardFp8Maps : kBackwardMaps, kBackwardProducts,
                                  kRanks == 1 ? kGradientMaps : 0, kFp8 ? kFp8DInput + 1 : 0>;
 
-// How many ranks may share a GPU: what fits a kernel's parameters.
-constexpr int most_ranks_of_a_gpu(bool fp8) { return fp8 ? 4 : kMaxRanks; }
-
 // Throw bad_argument when a tensor map is refused.
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
                    ForwardTensors<false>* out);

@@ -55,7 +55,8 @@ enum class ProducerWarp : int { load, schedule, publish, communicate };
 //   d_hidden     192 columns of d_h = d_y w_down, from which d_gate, d_up and w * h are made
 //   d_input      256 columns of d_gate w_gate + d_up w_up, one chain; rows stored as for down
 //   weight_grad  256 columns of rows^T rows, the contraction running over rows
-//   ..._fp8      the same of E4M3 codes, moved as pairs: a pair in the place of a bf16. h, d_gate and
+//   ..._fp8      the same of E4M3 codes, moved as pairs: a pair in the place of a bf16. h, d_gate
+//   and
 //                d_up leave as codes (the latter two as bf16 too); d_hidden has 128 columns
 enum class TaskKind : int16_t {
   stop,
@@ -122,8 +123,8 @@ struct alignas(16) TileTask {
   };
   __device__ __forceinline__ Shape shape_of() const {
     if (kind == TaskKind::stop) return {0};  // the rest is not filled in
-    const bool narrow = kind != TaskKind::gate_up_fp8 &&
-                        cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
+    const bool narrow =
+        kind != TaskKind::gate_up_fp8 && cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
     const bool low_half = rows <= kHalfM;
     const bool carried_in = kind == TaskKind::weight_grad && (save_rows & kCarryIn) != 0;
     const bool spreads = !narrow && !carried_in && steps > 0 && !is_fp8(kind);
@@ -184,8 +185,9 @@ inline constexpr int kGradientBoxRows = 16;
 // one for each 128 codes, padded to 16 bytes.
 struct Fp8Operands {
   const uint8_t* a[2];  // scales of row 0; the second one is d_up's
-  const uint8_t* b[2];  // of blocks of 128 x 128: [experts, column_blocks, k_blocks]; of gate and up
-  uint8_t* codes[2];    // rows of results: h; d_gate, d_up
+  const uint8_t*
+      b[2];           // of blocks of 128 x 128: [experts, column_blocks, k_blocks]; of gate and up
+  uint8_t* codes[2];  // rows of results: h; d_gate, d_up
   int32_t a_row_bytes, codes_row_bytes;
   int32_t codes_scales_at;  // in a row
   int32_t k_blocks, column_blocks;

@@ -136,8 +136,10 @@ struct Workspace::Impl {
     return aborted;
   }
 
-  // Throws what went wrong in a call before.
-  void raise_errors() {
+  // Throws what went wrong in a call before. All ranks find bad ids, but each process sees them
+  // when its own GPU is that far: one that stopped between forward and backward would leave its
+  // peers' backward waiting. So with several processes backward is called all the same.
+  void raise_errors(bool in_backward = false) {
     if (!broken.empty()) {
       throw Error(ErrorCode::aborted, "an earlier call failed (" + broken +
                                           "): all processes must call recover() first");
@@ -145,6 +147,10 @@ struct Workspace::Impl {
     const auto failed = [](const LocalRank& r) { return r.record().kind != ErrorRecord::none; };
     const std::string why = abort_text();
     if (why.empty() && std::ranges::none_of(ranks, failed)) return;
+    if (in_backward && !has_all_ranks() && why.empty() &&
+        ranks[0].record().kind == ErrorRecord::bad_id) {
+      return;
+    }
     for (const auto& [device, gpu] : gpus) gpu.wait_for_all_calls();
     // The first cause: who only followed another out of the call comes last.
     std::optional<ErrorRecord> cause;
@@ -265,6 +271,15 @@ Workspace::Workspace(const LayerShape& shape, const std::vector<int>& devices,
     : impl_(std::make_unique<Impl>(shape, static_cast<int>(devices.size()), options)) {
   Impl& m = *impl_;
   require_hopper(devices);
+  const int most = most_ranks_of_a_gpu(options.precision);
+  for (const int device : devices) {
+    const auto here = std::ranges::count(devices, device);
+    if (here > most) {
+      throw Error(ErrorCode::unsupported,
+                  std::to_string(here) + " ranks would share GPU " + std::to_string(device) +
+                      "; in this precision at most " + std::to_string(most) + " can");
+    }
+  }
   open_peers(devices);
   m.ranks.reserve(devices.size());
   for (size_t r = 0; r < devices.size(); ++r) {
@@ -309,8 +324,7 @@ void Workspace::forward(const std::vector<ForwardArgs>& args, const std::vector<
   m.raise_errors();
   for (size_t i = 0; i < args.size(); ++i) check_forward(m.limits(m.ranks[i]), args[i]);
   m.call(
-      args, streams,
-      m.options.precision == Precision::fp8 ? launch_forward_fp8 : launch_forward,
+      args, streams, m.options.precision == Precision::fp8 ? launch_forward_fp8 : launch_forward,
       [&](int i) { return forward_state(m.ranks[i], m.shape, args[i]); },
       [&](int i, cudaStream_t stream) {
         m.stage_quantized(m.ranks[i], args[i].x, args[i].tokens, plan::Buffer::staged_x, stream);
@@ -328,7 +342,7 @@ void Workspace::forward(const std::vector<ForwardArgs>& args, const std::vector<
 void Workspace::backward(const std::vector<BackwardArgs>& args, const std::vector<void*>& streams) {
   Impl& m = *impl_;
   m.check_call(args.size(), streams);
-  m.raise_errors();
+  m.raise_errors(/*in_backward=*/true);
   std::vector<int> numbers;
   for (size_t i = 0; i < args.size(); ++i) {
     check_backward(m.limits(m.ranks[i]), args[i]);
@@ -336,8 +350,7 @@ void Workspace::backward(const std::vector<BackwardArgs>& args, const std::vecto
   }
   const plan::Wanted all = wanted(args, numbers);
   m.call(
-      args, streams,
-      m.options.precision == Precision::fp8 ? launch_backward_fp8 : launch_backward,
+      args, streams, m.options.precision == Precision::fp8 ? launch_backward_fp8 : launch_backward,
       [&](int i) { return backward_state(m.ranks[i], m.shape, args[i], all); },
       [&](int i, cudaStream_t stream) {
         const BackwardArgs& a = args[i];

@@ -20,28 +20,28 @@ enum class Buffer : int32_t {
   returned_rows,   // [T_max * K, H] rows of y or of d_x, by the owner's (token, k)
   returned_grads,  // [T_max * K] gradients of router weights, fp32 (fp64)
   // local
-  counters,         // [local_counters] int32
-  ring_x,           // [ring, H]
-  ring_hidden,      // [ring, I] h in forward, bf16(w * h) in backward
-  ring_d_y,         // [ring, H]
-  ring_gate,        // [ring, I] recomputed g
-  ring_up,          // [ring, I] recomputed u
-  ring_d_gate,      // [ring, I]
-  ring_d_up,        // [ring, I]
+  counters,           // [local_counters] int32
+  ring_x,             // [ring, H]
+  ring_hidden,        // [ring, I] h in forward, bf16(w * h) in backward
+  ring_d_y,           // [ring, H]
+  ring_gate,          // [ring, I] recomputed g
+  ring_up,            // [ring, I] recomputed u
+  ring_d_gate,        // [ring, I]
+  ring_d_up,          // [ring, I]
   ring_x_codes,       // [ring] rows of Geometry::wire_row_bytes, where codes stay in the ring
   ring_d_y_codes,     // as ring_x_codes
   ring_d_gate_codes,  // [ring] rows of I codes and their scales; in forward those of h
   ring_d_up_codes,    // as ring_d_gate_codes
-  router_partials,  // [ring, column tiles of d_hidden] fp32 (fp64), summed in column order
-  carry,            // fp32 (fp64) accumulators of the experts that straddle windows
-  sigma,            // [T_max] fp32 (fp64) sigmoid of the shared gate
-  d_sigma,          // [T_max] d_sigma * sigma'
-  shared_hidden,    // [T_max, I_s] h, or bf16(sigma * h)
-  shared_rows,      // [T_max, H] r_s, or the chain of d_s
-  shared_gate,      // [T_max, I_s] recomputed g
-  shared_up,        // [T_max, I_s] recomputed u
-  shared_d_gate,    // [T_max, I_s]
-  shared_d_up,      // [T_max, I_s]
+  router_partials,    // [ring, column tiles of d_hidden] fp32 (fp64), summed in column order
+  carry,              // fp32 (fp64) accumulators of the experts that straddle windows
+  sigma,              // [T_max] fp32 (fp64) sigmoid of the shared gate
+  d_sigma,            // [T_max] d_sigma * sigma'
+  shared_hidden,      // [T_max, I_s] h, or bf16(sigma * h)
+  shared_rows,        // [T_max, H] r_s, or the chain of d_s
+  shared_gate,        // [T_max, I_s] recomputed g
+  shared_up,          // [T_max, I_s] recomputed u
+  shared_d_gate,      // [T_max, I_s]
+  shared_d_up,        // [T_max, I_s]
   count
 };
 inline constexpr int kBuffers = static_cast<int>(Buffer::count);

@@ -38,15 +38,36 @@ constexpr const char* kCounterNames[] = {
     "arrived",       "staged_flag",  "returned_flag"};
 static_assert(sizeof(kCounterNames) / sizeof(*kCounterNames) == kCounters);
 
-constexpr const char* kBufferNames[] = {
-    "control",         "flags",       "ids",           "topk_weights",
-    "staged_x",        "staged_d_y",  "returned_rows", "returned_grads",
-    "counters",        "ring_x",      "ring_hidden",   "ring_d_y",
-    "ring_gate",       "ring_up",     "ring_d_gate",   "ring_d_up",
-    "ring_x_codes", "ring_d_y_codes", "ring_d_gate_codes", "ring_d_up_codes",
-    "router_partials", "carry",       "sigma",         "d_sigma",
-    "shared_hidden",   "shared_rows", "shared_gate",   "shared_up",
-    "shared_d_gate",   "shared_d_up"};
+constexpr const char* kBufferNames[] = {"control",
+                                        "flags",
+                                        "ids",
+                                        "topk_weights",
+                                        "staged_x",
+                                        "staged_d_y",
+                                        "returned_rows",
+                                        "returned_grads",
+                                        "counters",
+                                        "ring_x",
+                                        "ring_hidden",
+                                        "ring_d_y",
+                                        "ring_gate",
+                                        "ring_up",
+                                        "ring_d_gate",
+                                        "ring_d_up",
+                                        "ring_x_codes",
+                                        "ring_d_y_codes",
+                                        "ring_d_gate_codes",
+                                        "ring_d_up_codes",
+                                        "router_partials",
+                                        "carry",
+                                        "sigma",
+                                        "d_sigma",
+                                        "shared_hidden",
+                                        "shared_rows",
+                                        "shared_gate",
+                                        "shared_up",
+                                        "shared_d_gate",
+                                        "shared_d_up"};
 static_assert(sizeof(kBufferNames) / sizeof(*kBufferNames) == kBuffers);
 
 }  // namespace

@@ -44,10 +44,14 @@ inline bool has_room(const std::vector<int64_t>& tokens, Precision precision) {
          cuda::most_ranks_of_a_gpu(precision);
 }
 
+inline const char* name_of(Precision p) {
+  return p == Precision::bf16 ? "bf16" : p == Precision::mxfp8 ? "mxfp8" : "fp8";
+}
+
 // Tests that run in each precision: what follows a test's name, and a list of cases in each (with a
 // name and a precision).
 inline std::string precision_name(const ::testing::TestParamInfo<Precision>& info) {
-  return to_string(info.param);
+  return name_of(info.param);
 }
 inline auto each_precision() {
   return ::testing::Values(Precision::bf16, Precision::mxfp8, Precision::fp8);
@@ -73,7 +77,7 @@ std::vector<Case> in_each_precision(std::vector<Case> cases) {
 template <class Case>
 std::string case_name(const ::testing::TestParamInfo<Case>& info) {
   const Precision p = info.param.precision;
-  return std::string(info.param.name) + (p == Precision::bf16 ? "" : std::string("_") + to_string(p));
+  return std::string(info.param.name) + (p == Precision::bf16 ? "" : std::string("_") + name_of(p));
 }
 
 inline bool same_bits(const std::vector<bf16>& a, const std::vector<bf16>& b) {
@@ -87,7 +91,7 @@ inline void expect_same_bits(const std::vector<bf16>& a, const std::vector<bf16>
 
 // The precision that the inputs say.
 inline Precision precision_of(const reference::Inputs& in) {
-  return in.blocks.length == 0  ? Precision::bf16
+  return in.blocks.length == 0    ? Precision::bf16
          : in.blocks.length < 128 ? Precision::mxfp8
                                   : Precision::fp8;
 }

@@ -124,7 +124,8 @@ TEST_P(GpuQuantised, bad_arguments_are_named) {
       forms + (fp8 ? "gate_t.scales" : "gate_backward") + " is null (rank 0)");
   args = backward.args();
   args[1].weights.rounded.up.row_stride = 64;
-  args[1].weights.quantized.up.data = static_cast<const char*>(args[1].weights.quantized.up.data) + 8;
+  args[1].weights.quantized.up.data =
+      static_cast<const char*>(args[1].weights.quantized.up.data) + 8;
   EXPECT_NE(
       text(ErrorCode::bad_argument, [&] { layer.workspace().backward(args, layer.streams()); })
           .find(forms + (fp8 ? "up.data must be aligned" : "up.row_stride")),
