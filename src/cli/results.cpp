@@ -98,10 +98,13 @@ class Checker {
   }
 
   std::vector<CheckedTensor> results() const {
+    const auto sums = spec_.device == Device::cuda && spec_.precision == Precision::fp8
+                          ? problem::E4m3Sums::tensor_cores
+                          : problem::E4m3Sums::fp32;
     const problem::Tolerances t =
-        problem::tolerances(spec_.shape, spec_.precision, spec_.global_tokens());
+        problem::tolerances(spec_.shape, spec_.precision, spec_.global_tokens(), sums);
     const problem::Tolerances whole =
-        problem::whole_tolerances(spec_.shape, spec_.precision, spec_.global_tokens());
+        problem::whole_tolerances(spec_.shape, spec_.precision, spec_.global_tokens(), sums);
     const auto by_out = [](const problem::Tolerances& v) {
       return std::array<double, kOuts>{
           v.y,        v.d_x,         v.d_topk_weights, v.d_w_gate_up, v.d_w_gate_up,

@@ -114,7 +114,7 @@ Difference compare(const void* actual, Precision type, int64_t row_stride, const
 // and one flip of the largest value (3 standard deviations) is 3 / sqrt(n) of one; for small n all
 // may flip. Hence
 //
-//   flips(n) = 2^-7 * min(1, 1/16 + 3 / sqrt(n))
+//   flips(n) = 2^-7 * min(1, sqrt(p) + 3 / sqrt(n))
 //
 // is what one flipping stage adds to a result that sees n values of it, and the stages add up:
 //
@@ -137,21 +137,34 @@ Difference compare(const void* actual, Precision type, int64_t row_stride, const
 // 8 crosses. (A scale that flips changes nothing else: E4M3 has the same numbers at either, but for
 // those below 2^-14 of the largest.) Of a value behind s stages of bf16 at most s * 2^-8 / 8 jump:
 //
-//   jumps(s, n) = 2^-3 * min(1, sqrt(s * 2^-11) + 3 / sqrt(n))
+//   jumps(s, n) = 2^-3 * min(1, sqrt(s * p / 8) + 3 / sqrt(n))
 //
 // is what one quantised stage adds to a result that sees n values of it; the second term is one
 // jump of the largest. It is wide for a single block, where n is I or 64 (d_w_gate and d_w_up of an
 // expert with one row: 1), and falls with all rows of a whole tensor, n = rows * I, which is
 // therefore judged as well: quantising along a wrong dimension, or not at all, moves a result by
-// 2.6e-2, an E4M3 number's root mean square error.
+// 6.6e-2.
+//
+// FP8 tensor cores cut each product at about 2^-13 of the largest in hand (14 bits), so a sum errs
+// by 2^-13 of its usual size however long it is (measured: 1.3e-4), 8 times that at most. A
+// fraction p of 2^-13 / 2^-9 = 2^-4 of the values flips instead of 2^-8, and s * 2^-4 / 8 jump.
+// Then it is no longer one jump that matters but their sum: a block's norm averages over it, but a
+// gradient of a router weight is one number, and the largest of 10^4 is 4 times the usual.
 namespace {
-double flips(double n) { return 0x1p-7 * std::min(1.0, 1.0 / 16 + 3 / std::sqrt(n)); }
-double jumps(int stages, double n) {
-  return 0x1p-3 * std::min(1.0, std::sqrt(stages * 0x1p-11) + 3 / std::sqrt(n));
+constexpr double kFlipping = 0x1p-8, kFlippingFp8 = 0x1p-4;
+
+double flips(double n, double fraction) {
+  return 0x1p-7 * std::min(1.0, std::sqrt(fraction) + 3 / std::sqrt(n));
 }
+double jumps(int stages, double n, double fraction, double largest = 1) {
+  return 0x1p-3 * std::min(1.0, largest * std::sqrt(stages * fraction / 8) + 3 / std::sqrt(n));
+}
+// Of one contraction.
+double sum_of_codes(E4m3Sums sums) { return sums == E4m3Sums::fp32 ? 0 : 8 * 0x1p-13; }
 }  // namespace
 
-Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens) {
+Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens,
+                      E4m3Sums sums) {
   const double H = static_cast<double>(shape.hidden);
   const double I = static_cast<double>(shape.shared_intermediate > 0
                                            ? std::min(shape.intermediate, shape.shared_intermediate)
@@ -162,32 +175,36 @@ Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t glob
 
   const double unit = precision == Precision::fp64 ? 0x1p-53 : 0x1p-24;
   const auto sum = [&](double n) { return 8 * unit * std::sqrt(n + 1); };
-  const double forward = sum(H) + sum(widest) + sum(shape.topk);
-  const double backward = 2 * sum(H) + 2 * sum(widest) + sum(shape.topk);
+  const double codes = is_quantized(precision) ? sum_of_codes(sums) : 0;
+  const double forward = sum(H) + sum(widest) + 2 * codes + sum(shape.topk);
+  const double backward = 2 * sum(H) + 2 * sum(widest) + 4 * codes + sum(shape.topk);
   const double gradient = backward + sum(rows);
   Tolerances t{forward, backward, backward, gradient, gradient, gradient};
   if (storage_type(precision) != Precision::bf16) return t;
 
   const double block_H = std::min<double>(H, kCompareBlock);
   const double block_I = std::min<double>(I, kCompareBlock);
-  t.y += 3 * flips(I) + 2 * flips(block_H);
-  t.d_x += 7 * flips(2 * I) + 2 * flips(block_H);
-  t.d_topk_weights += 4 * flips(I);
-  t.d_w_down += 4 * flips(block_I);
+  const bool fp8 = codes > 0;
+  const double p = fp8 ? kFlippingFp8 : kFlipping;
+  t.y += 3 * flips(I, p) + 2 * flips(block_H, p);
+  t.d_x += 7 * flips(2 * I, p) + 2 * flips(block_H, p);
+  t.d_topk_weights += 4 * flips(I, p);
+  t.d_w_down += 4 * flips(block_I, p);
   t.d_w_gate_up += 7 * 0x1p-7;
-  t.d_shared_vector += flips(H) + 3 * flips(I);
+  t.d_shared_vector += flips(H, p) + 3 * flips(I, p);
   if (!is_quantized(precision)) return t;
 
   const double routed = static_cast<double>(shape.intermediate);
-  t.y += jumps(3, routed);
-  t.d_x += jumps(7, 2 * routed);
-  t.d_topk_weights += jumps(3, routed);
-  t.d_w_down += jumps(3, std::min<double>(routed, kCompareBlock));
-  t.d_w_gate_up += jumps(7, 1);
+  t.y += jumps(3, routed, p);
+  t.d_x += jumps(7, 2 * routed, p);
+  t.d_topk_weights += jumps(3, routed, p, fp8 ? 4 : 1);
+  t.d_w_down += jumps(3, std::min<double>(routed, kCompareBlock), p);
+  t.d_w_gate_up += jumps(7, 1, p);
   return t;
 }
 
-Tolerances whole_tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens) {
+Tolerances whole_tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens,
+                            E4m3Sums sums) {
   if (!is_quantized(precision)) {
     return {kInfinity, kInfinity, kInfinity, kInfinity, kInfinity, kInfinity};
   }
@@ -195,8 +212,10 @@ Tolerances whole_tolerances(const LayerShape& shape, Precision precision, int64_
   const double values = rows * static_cast<double>(shape.intermediate);
   const double shared = static_cast<double>(global_tokens * shape.shared_intermediate);
   const double fewest = shared > 0 ? std::min(values, shared) : values;
+  const double p = sums == E4m3Sums::fp32 ? kFlipping : kFlippingFp8;
   const auto with = [&](int bf16_stages, int stages_before) {
-    return bf16_stages * flips(fewest) + jumps(stages_before, values);
+    return 4 * sum_of_codes(sums) + bf16_stages * flips(fewest, p) +
+           jumps(stages_before, values, p);
   };
   Tolerances t = tolerances(shape, Precision::fp32, global_tokens);  // sums
   t.y += with(5, 3);

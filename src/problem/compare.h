@@ -51,8 +51,12 @@ struct Tolerances {
   double d_w_gate_up, d_w_down;  // routed and shared
   double d_shared_vector;        // gradient of the shared gate
 };
-Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens);
+// How products of E4M3 numbers were added: in fp32, or by Hopper's FP8 tensor cores, 128 at a time.
+enum class E4m3Sums { fp32, tensor_cores };
+Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens,
+                      E4m3Sums sums = E4m3Sums::fp32);
 // The largest whole_err that passes; infinity, everywhere, unless the precision is quantised.
-Tolerances whole_tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens);
+Tolerances whole_tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens,
+                            E4m3Sums sums = E4m3Sums::fp32);
 
 }  // namespace mok::problem

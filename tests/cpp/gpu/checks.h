@@ -89,11 +89,24 @@ inline void expect_same_bits(const std::vector<bf16>& a, const std::vector<bf16>
   EXPECT_TRUE(same_bits(a, b)) << what;
 }
 
+inline problem::E4m3Sums sums_of(Precision p) {
+  return p == Precision::fp8 ? problem::E4m3Sums::tensor_cores : problem::E4m3Sums::fp32;
+}
+
 // The precision that the inputs say.
 inline Precision precision_of(const reference::Inputs& in) {
   return in.blocks.length == 0    ? Precision::bf16
          : in.blocks.length < 128 ? Precision::mxfp8
                                   : Precision::fp8;
+}
+
+// Of a result of the GPU.
+inline problem::Tolerances tolerances(const LayerShape& s, Precision precision, int64_t tokens) {
+  return problem::tolerances(s, precision, tokens, sums_of(precision));
+}
+inline problem::Tolerances whole_tolerances(const LayerShape& s, Precision precision,
+                                            int64_t tokens) {
+  return problem::whole_tolerances(s, precision, tokens, sums_of(precision));
 }
 
 inline void expect_close(const std::vector<bf16>& y, const reference::Inputs& in) {
@@ -102,10 +115,10 @@ inline void expect_close(const std::vector<bf16>& y, const reference::Inputs& in
   for (const int64_t t : in.rank_tokens) tokens += t;
   const auto d = problem::compare(y.data(), in.shape.hidden, out.y.data(), tokens, in.shape.hidden);
   const Precision precision = precision_of(in);
-  EXPECT_LE(d.scaled_err, problem::tolerances(in.shape, precision, tokens).y)
+  EXPECT_LE(d.scaled_err, tolerances(in.shape, precision, tokens).y)
       << "max_rel_err " << d.max_rel_err << " at row " << d.scaled_row << ", column "
       << d.scaled_column;
-  EXPECT_LE(d.whole_err(), problem::whole_tolerances(in.shape, precision, tokens).y);
+  EXPECT_LE(d.whole_err(), whole_tolerances(in.shape, precision, tokens).y);
 }
 
 inline reference::Inputs oracle_inputs(const GpuLayer& layer) {

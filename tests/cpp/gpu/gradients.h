@@ -180,8 +180,8 @@ class BackwardLayer {
     const reference::Outputs expected = reference::run(in, reference::collect(routed));
     const LayerShape& s = shape();
     const Precision precision = precision_of(in);
-    const problem::Tolerances limit = problem::tolerances(s, precision, layer_.tokens());
-    const problem::Tolerances whole = problem::whole_tolerances(s, precision, layer_.tokens());
+    const problem::Tolerances limit = tolerances(s, precision, layer_.tokens());
+    const problem::Tolerances whole = whole_tolerances(s, precision, layer_.tokens());
     const int64_t h = s.hidden, i = s.intermediate, shared = s.shared_intermediate;
     const auto y = problem::compare(results.y.data(), h, expected.y.data(), layer_.tokens(), h);
     EXPECT_LE(y.scaled_err, limit.y) << "y: row " << y.scaled_row << ", column " << y.scaled_column;

@@ -224,6 +224,26 @@ TEST(Tolerances, CatchPlantedFaults) {
   EXPECT_GT(errors(p, crossed).d_w_up, t.d_w_gate_up);
 }
 
+// What the cores of fewer bits may add, and that it is for them alone.
+TEST(Tolerances, OfFp8TensorCores) {
+  const LayerShape shape{.hidden = 512, .intermediate = 256, .experts = 8, .topk = 2};
+  const auto of = [&](Precision p, E4m3Sums sums) { return tolerances(shape, p, 64, sums); };
+  const Tolerances plain = of(Precision::fp8, E4m3Sums::fp32);
+  const Tolerances cores = of(Precision::fp8, E4m3Sums::tensor_cores);
+  const Tolerances whole = whole_tolerances(shape, Precision::fp8, 64);
+  const Tolerances whole_cores =
+      whole_tolerances(shape, Precision::fp8, 64, E4m3Sums::tensor_cores);
+  // 2 sums, 5 flipping stages (2^-4 of the values, not 2^-8), 3 stages of jumps.
+  const double more = 2 * 0x1p-10 + 5 * 0x1p-7 * (1.0 / 4 - 1.0 / 16) +
+                      0x1p-3 * (std::sqrt(3 * 0x1p-7) - std::sqrt(3 * 0x1p-11));
+  EXPECT_NEAR(cores.y - plain.y, more, 1e-12);
+  EXPECT_GT(cores.d_x, plain.d_x);
+  EXPECT_GT(cores.d_topk_weights, plain.d_topk_weights);
+  EXPECT_GT(whole_cores.y, whole.y);
+  EXPECT_LT(1.5 * whole_cores.y, 6.6e-2);  // what quantising not at all would differ by
+  EXPECT_EQ(of(Precision::bf16, E4m3Sums::tensor_cores).y, of(Precision::bf16, E4m3Sums::fp32).y);
+}
+
 TEST(Tolerances, AreOrderedByPrecision) {
   const LayerShape shape{.hidden = 2048, .intermediate = 768, .experts = 128, .topk = 8};
   const Tolerances b = tolerances(shape, Precision::bf16, 64);
