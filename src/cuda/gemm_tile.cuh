@@ -303,10 +303,12 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
     spread,  // it can take a pending epilogue in, and is being loaded
   };
 
-  // Recomputed tiles are rare, and so are the shared expert's beside fp8 ones.
+  // Recomputed tiles are rare, and so are the shared expert's beside fp8 ones (where they would
+  // bring that warning back).
   template <class Epilogue>
   static constexpr bool kSpread =
-      !Products::kFp8 && (!kBackward || !std::is_same_v<Epilogue, GateUpEpilogue<Products>>);
+      Products::kFp8 ? std::is_same_v<Epilogue, GradientEpilogue<Products>>
+                     : !kBackward || !std::is_same_v<Epilogue, GateUpEpilogue<Products>>;
 
   // Until a task comes that the epilogue does not take.
   template <class Epilogue>
@@ -342,6 +344,12 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
         continue;
       }
       float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
+      if constexpr (Products::kFp8) {
+        // Left undefined, it would share registers with the sums of fp8 tiles in a way that has the
+        // compiler wait for every wgmma (warning C7515).
+#pragma unroll
+        for (float& sum : acc) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum));
+      }
       if (kGradient && shape.carried_in()) {
         GradientStore(products_.product[task.product], task).carry_in(acc);
         ptx::wgmma_settle<kTileN>(acc);
