@@ -1,4 +1,4 @@
-// Forward's tasks, from the plan to the tile core.
+// Forward's tasks, from the plan to the tile core. kFp8: routed products multiply codes.
 #pragma once
 
 #include "cuda/layer_kernel.cuh"

@@ -5,7 +5,7 @@
 //   per step and 128 columns: 4 wgmma -> scratch (64 registers) -> 64 fma -> sums (64 or 128)
 //
 // There is no room for a second scratch (two of 64 columns each, taking turns, were no faster:
-// docs/ measured.md), nor for a pending tile: a tile is stored where it ends (fp8_epilogue.cuh).
+// docs/measured.md), nor for a pending tile: a tile is stored where it ends (fp8_epilogue.cuh).
 // The two warpgroups run up to a ring of stages apart, so one multiplies while the other adds or
 // stores.
 //

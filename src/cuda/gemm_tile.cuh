@@ -7,7 +7,8 @@
 //     communicate  free for the caller
 //   warpgroups 1, 2 (224 registers): 64 rows x 256 columns each; 128 accumulators a thread, and the
 //     previous tile's 64 registers of bf16, stored slot by slot between the wgmma groups; a loop
-//     for each kind of epilogue, which stores what is pending before it leaves
+//     for each kind of epilogue, which stores what is pending before it leaves. fp8: 128
+//     accumulators and 64 of scratch, stored at a tile's end (fp8_consumer.cuh)
 //
 //   shared memory                     written by   full             read by     empty
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
