@@ -136,6 +136,16 @@ TEST_P(GpuQuantised, bad_arguments_are_named) {
           .find(forms + (fp8 ? "up.data must be aligned" : "up.row_stride")),
       std::string::npos);
   expect_same_bits(good, backward.run(), "after bad arguments");
+  cuda::Options crowded;
+  crowded.precision = GetParam();
+  const std::vector<int> one_gpu(cuda::most_ranks_of_a_gpu(GetParam()) + 1, 0);
+  EXPECT_NE(text(fp8 ? ErrorCode::unsupported : ErrorCode::bad_argument,
+                 [&] {
+                   const int experts = static_cast<int>(one_gpu.size());
+                   cuda::Workspace(shape_of(128, 128, experts, 2), one_gpu, crowded);
+                 })
+                .find("ranks"),
+            std::string::npos);
   for (const Precision p : {Precision::fp32, Precision::fp64}) {
     cuda::Options o;
     o.precision = p;

@@ -138,6 +138,27 @@ TEST_P(Quantized, ARowOnTheWireIsHalfAsLong) {
   EXPECT_EQ(odd.wire_row_bytes(2), 48 + 16);
 }
 
+// Where codes stay in the ring, rows of it are as on the wire, and those of I have scales too.
+TEST_P(Quantized, RowsOfCodesInTheRing) {
+  const Precision p = GetParam();
+  const LayerShape shape{.hidden = 4096, .intermediate = 192, .experts = 8, .topk = 2};
+  plan::Geometry g = plan::workspace_geometry(shape, 2, {.max_tokens = 100}, p);
+  const int64_t ring = int64_t{g.ring_tiles} * plan::kTileRows;
+  const int64_t inter = 192 + 16;  // 6 scales or 2, padded
+  const auto bytes = [&](plan::Buffer b) {
+    return plan::make_layout(g, 2, 4).bytes[static_cast<int>(b)];
+  };
+  for (const bool codes : {false, true}) {
+    g.codes_in_ring = codes;
+    const int64_t rows = codes ? ring : 0;
+    EXPECT_EQ(bytes(plan::Buffer::ring_x_codes), rows * g.wire_row_bytes(2));
+    EXPECT_EQ(bytes(plan::Buffer::ring_d_y_codes), rows * g.wire_row_bytes(2));
+    EXPECT_EQ(bytes(plan::Buffer::ring_d_gate_codes), rows * inter);
+    EXPECT_EQ(bytes(plan::Buffer::ring_d_up_codes), rows * inter);
+    EXPECT_EQ(bytes(plan::Buffer::ring_x), ring * 8192);  // weight gradients read bf16
+  }
+}
+
 // ---- the layer ----------------------------------------------------------------------------------
 
 // Sizes with partial blocks, ranks of all kinds, refills, holes, both ways of keeping rows.
