@@ -98,9 +98,8 @@ class Checker {
   }
 
   std::vector<CheckedTensor> results() const {
-    const auto sums = spec_.device == Device::cuda && spec_.precision == Precision::fp8
-                          ? problem::E4m3Sums::tensor_cores
-                          : problem::E4m3Sums::fp32;
+    const auto sums = spec_.device == Device::cuda ? problem::sums_on_gpus(spec_.precision)
+                                                   : problem::E4m3Sums::fp32;
     const problem::Tolerances t =
         problem::tolerances(spec_.shape, spec_.precision, spec_.global_tokens(), sums);
     const problem::Tolerances whole =

@@ -143,8 +143,8 @@ Product weight_grad(Map a, Map b, const MatrixGrad& g) {
   return weight_grad(a, b, g.mode, g.target.data, g.target.row_stride, 0);
 }
 
-// What the products of fp8 read besides: scales of `rows` of `rows_columns` codes, of weights
-// [experts, columns, contraction].
+// What a product of fp8 reads besides: the scales of `rows`, rows of `contraction` codes, and of
+// weights [experts, columns, contraction].
 Fp8Operands fp8_operands(const RankState& s, Buffer rows, const uint8_t* weights, int columns,
                          int contraction) {
   Fp8Operands o{};

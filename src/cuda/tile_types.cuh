@@ -55,9 +55,8 @@ enum class ProducerWarp : int { load, schedule, publish, communicate };
 //   d_hidden     192 columns of d_h = d_y w_down, from which d_gate, d_up and w * h are made
 //   d_input      256 columns of d_gate w_gate + d_up w_up, one chain; rows stored as for down
 //   weight_grad  256 columns of rows^T rows, the contraction running over rows
-//   ..._fp8      the same of E4M3 codes, moved as pairs: a pair in the place of a bf16. h, d_gate
-//   and
-//                d_up leave as codes (the latter two as bf16 too); d_hidden has 128 columns
+//   ..._fp8      the same of E4M3 codes, moved as pairs in the place of a bf16. Results of gate_up
+//                and d_hidden leave as codes (d_gate and d_up as bf16 too); d_hidden: 128 columns
 enum class TaskKind : int16_t {
   stop,
   gate_up,

@@ -153,14 +153,21 @@ Difference compare(const void* actual, Precision type, int64_t row_stride, const
 // And with one value in 50 jumping, large ones do: h, d_g and d_u are products of normals,
 // P(|v| > t) about exp(-t), so that of some 10^3 jumps the largest is 7 standard deviations, not 3.
 namespace {
-constexpr double kFlipping = 0x1p-8, kFlippingFp8 = 0x1p-4;
-
-double flips(double n, double fraction) {
-  return 0x1p-7 * std::min(1.0, std::sqrt(fraction) + 3 / std::sqrt(n));
+// How often a value flips, and the largest jump in standard deviations of the values.
+struct Flipping {
+  double fraction, largest;
+};
+constexpr Flipping flipping(bool tensor_cores) {
+  return tensor_cores ? Flipping{0x1p-4, 7} : Flipping{0x1p-8, 3};
 }
-double jumps(int stages, double n, double fraction, double largest = 1) {
-  const double one = fraction == kFlippingFp8 ? 7 : 3;
-  return 0x1p-3 * std::min(1.0, largest * std::sqrt(stages * fraction / 8) + one / std::sqrt(n));
+
+double flips(double n, Flipping f) {
+  return 0x1p-7 * std::min(1.0, std::sqrt(f.fraction) + 3 / std::sqrt(n));
+}
+// `spread`: of the sum of the jumps, above the usual.
+double jumps(int stages, double n, Flipping f, double spread = 1) {
+  return 0x1p-3 *
+         std::min(1.0, spread * std::sqrt(stages * f.fraction / 8) + f.largest / std::sqrt(n));
 }
 // Of one contraction.
 double sum_of_codes(E4m3Sums sums) { return sums == E4m3Sums::fp32 ? 0 : 8 * 0x1p-13; }
@@ -188,7 +195,7 @@ Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t glob
   const double block_H = std::min<double>(H, kCompareBlock);
   const double block_I = std::min<double>(I, kCompareBlock);
   const bool fp8 = codes > 0;
-  const double p = fp8 ? kFlippingFp8 : kFlipping;
+  const Flipping p = flipping(fp8);
   t.y += 3 * flips(I, p) + 2 * flips(block_H, p);
   t.d_x += 7 * flips(2 * I, p) + 2 * flips(block_H, p);
   t.d_topk_weights += 4 * flips(I, p);
@@ -215,7 +222,7 @@ Tolerances whole_tolerances(const LayerShape& shape, Precision precision, int64_
   const double values = rows * static_cast<double>(shape.intermediate);
   const double shared = static_cast<double>(global_tokens * shape.shared_intermediate);
   const double fewest = shared > 0 ? std::min(values, shared) : values;
-  const double p = sums == E4m3Sums::fp32 ? kFlipping : kFlippingFp8;
+  const Flipping p = flipping(sums == E4m3Sums::tensor_cores);
   const auto with = [&](int bf16_stages, int stages_before) {
     return 4 * sum_of_codes(sums) + bf16_stages * flips(fewest, p) +
            jumps(stages_before, values, p);

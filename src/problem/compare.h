@@ -53,6 +53,10 @@ struct Tolerances {
 };
 // How products of E4M3 numbers were added: in fp32, or by Hopper's FP8 tensor cores, 128 at a time.
 enum class E4m3Sums { fp32, tensor_cores };
+// On GPUs.
+constexpr E4m3Sums sums_on_gpus(Precision p) {
+  return p == Precision::fp8 ? E4m3Sums::tensor_cores : E4m3Sums::fp32;
+}
 Tolerances tolerances(const LayerShape& shape, Precision precision, int64_t global_tokens,
                       E4m3Sums sums = E4m3Sums::fp32);
 // The largest whole_err that passes; infinity, everywhere, unless the precision is quantised.

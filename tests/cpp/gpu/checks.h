@@ -89,10 +89,6 @@ inline void expect_same_bits(const std::vector<bf16>& a, const std::vector<bf16>
   EXPECT_TRUE(same_bits(a, b)) << what;
 }
 
-inline problem::E4m3Sums sums_of(Precision p) {
-  return p == Precision::fp8 ? problem::E4m3Sums::tensor_cores : problem::E4m3Sums::fp32;
-}
-
 // The precision that the inputs say.
 inline Precision precision_of(const reference::Inputs& in) {
   return in.blocks.length == 0    ? Precision::bf16
@@ -102,11 +98,11 @@ inline Precision precision_of(const reference::Inputs& in) {
 
 // Of a result of the GPU.
 inline problem::Tolerances tolerances(const LayerShape& s, Precision precision, int64_t tokens) {
-  return problem::tolerances(s, precision, tokens, sums_of(precision));
+  return problem::tolerances(s, precision, tokens, problem::sums_on_gpus(precision));
 }
 inline problem::Tolerances whole_tolerances(const LayerShape& s, Precision precision,
                                             int64_t tokens) {
-  return problem::whole_tolerances(s, precision, tokens, sums_of(precision));
+  return problem::whole_tolerances(s, precision, tokens, problem::sums_on_gpus(precision));
 }
 
 inline void expect_close(const std::vector<bf16>& y, const reference::Inputs& in) {
