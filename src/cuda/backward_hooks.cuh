@@ -251,7 +251,7 @@ struct BackwardHooks : HooksBase {
 };
 
 static_assert(kTileInterGrad == plan::kTileDHidden && kTileM == plan::kGradRows &&
-              kTileN == plan::kGradCols && kHalfN == plan::kTileDHiddenFp8);
+              kTileN == plan::kGradCols && kTileN == plan::kTileDHiddenFp8);
 
 template <bool kFp8Products>
 struct Backward {

@@ -51,7 +51,7 @@ struct CommShared {
   alignas(16) uint8_t scales[kPieces][kPieceScales];
   struct Rows {                        // of one task
     uint64_t source[2][kMostEntries];  // address of the token's row, by Operand
-    int32_t slot[kMostEntries];        // its first slot; -1: own token, one row
+    int32_t slot[kMostEntries];        // the token's first slot
     int32_t stored[kMostCopies];       // [entry, k] rows that get a copy, or -1
   } rows[kRowSets];
   ptx::Mbarrier full[kPieces];
@@ -107,27 +107,27 @@ class CommunicationWarp {
     switch (step_++) {
       case 0:
         if (lane_ == 0) {
-          ticket_ = static_cast<int32_t>(atomicAdd(&rank_.tickets->communication, 1));
+          found_ = static_cast<int32_t>(atomicAdd(&rank_.tickets->communication, 1));
         }
         break;
       case 1: {
-        ticket_ = __shfl_sync(~0u, ticket_, 0);
-        if (ticket_ >= plan::tickets(plan_, plan::Queue::communication) ||
+        const int32_t ticket = __shfl_sync(~0u, found_, 0);
+        if (ticket >= plan::tickets(plan_, plan::Queue::communication) ||
             wait_.abort->raised != 0) {
           next_.kind = plan::TaskKind::count;
           step_ = kSteps;
           break;
         }
-        next_ = plan::decode(plan_, plan::Queue::communication, ticket_);
+        next_ = plan::decode(plan_, plan::Queue::communication, ticket);
         if (next_.kind != plan::TaskKind::fetch) {
           step_ = kSteps;
         } else if (is_entry()) {
-          row_ = s.fetch_row[next_.begin + lane_];
+          found_ = s.fetch_row[next_.begin + lane_];
         }
         break;
       }
       case 2:
-        if (is_entry()) slot_ = s.row_slot[row_];
+        if (is_entry()) found_ = s.row_slot[found_];
         break;
       case 3:
         set_rows(shared_.rows[next_rows_]);
@@ -146,8 +146,8 @@ class CommunicationWarp {
   __device__ void set_rows(typename Shared::Rows& rows) {
     const plan::Geometry& g = plan_.g;
     if (is_entry()) {
-      const int src = g.slot_rank(slot_);
-      const int token = g.slot_token(slot_);
+      const int src = g.slot_rank(found_);
+      const int token = g.slot_token(found_);
       const bool own = src == g.rank;
       const auto source = [&](plan::Buffer staged, const __nv_bfloat16* row) {
         return own && !quantized() ? reinterpret_cast<uint64_t>(row)
@@ -160,16 +160,13 @@ class CommunicationWarp {
         rows.source[kOperandDY][lane_] =
             source(plan::Buffer::staged_d_y, rank_.d_y + token * rank_.d_y_stride);
       }
-      rows.slot[lane_] = own ? -1 : g.slot(src, token, 0);
-      if (own) rows.stored[lane_ * g.topk] = row_;
+      rows.slot[lane_] = g.slot(src, token, 0);
     }
     __syncwarp();
-    if (g.ranks == 1) return;
     const int32_t window_rows = g.window_tiles(plan_.s.tiles) * plan::kTileRows;
     const int window = next_.minibatch / plan::window_minibatches(plan_);
     for (int i = lane_; i < (next_.end - next_.begin) * g.topk; i += kWarp) {
       const int entry = i / g.topk;
-      if (rows.slot[entry] < 0) continue;
       const int32_t row = plan_.s.slot_row[rows.slot[entry] + i % g.topk];
       rows.stored[i] = row >= 0 && row / window_rows == window ? row : -1;
     }
@@ -253,8 +250,8 @@ class CommunicationWarp {
         }
         phase_ ^= 1;
         uint8_t* const base = base_of(kBackward && !p.is_x ? d_y : x) + p.offset;
-        const int copies = rows.slot[p.entry] < 0 ? 1 : most_copies;
-        for (int k = 0; k < copies; ++k) {
+#pragma unroll 1
+        for (int k = 0; k < most_copies; ++k) {
           const int32_t row = rows.stored[p.entry * most_copies + k];
           if (row < 0) continue;
           ptx::store_bulk(base + int64_t{row % base_rows} * row_bytes, shared_.buffer[lane_],
@@ -303,8 +300,8 @@ class CommunicationWarp {
     if (p.is_x && !keeps_x_codes_) return;
     uint8_t* const base =
         base_of(p.is_x ? plan::Buffer::ring_x_codes : plan::Buffer::ring_d_y_codes);
-    const int copies = rows.slot[p.entry] < 0 ? 1 : most_copies;
-    for (int k = 0; k < copies; ++k) {
+#pragma unroll 1
+    for (int k = 0; k < most_copies; ++k) {
       const int32_t row = rows.stored[p.entry * most_copies + k];
       if (row < 0) continue;
       uint8_t* const to = base + int64_t{row % base_rows} * plan_.g.wire_row_bytes(2);
@@ -319,10 +316,11 @@ class CommunicationWarp {
   }
 
   // Whole warp. Codes -> bf16, in the buffers of the first `pieces` lanes; `bytes`: of the lane's
-  // piece. Front to back, 512 codes a step: every lane has read a step's codes before any writes
+  // piece. Front to back, 1024 codes a step: every lane has read a step's codes before any writes
   // what they become, which ends before the next step's codes begin.
   __device__ void expand(int32_t bytes, int pieces) {
-    constexpr int kOwn = 16;  // codes of a lane; they have one scale
+    constexpr int kOwn = 16;  // codes of a lane, one after the other; they have one scale
+    constexpr int kLots = 2;  // of which a lane has so many in a step: their latencies overlap
 #pragma unroll 1
     for (int piece = 0; piece < pieces; ++piece) {
       const uint32_t phase = __shfl_sync(~0u, phase_, piece);
@@ -330,24 +328,28 @@ class CommunicationWarp {
       while (!shared_.full[piece].try_wait(phase)) {
       }
 #pragma unroll 1
-      for (int first = 0; first < elements; first += kWarp * kOwn) {
-        const int at = first + static_cast<int>(lane_) * kOwn;
-        const bool here = at < elements;
-        uint4 codes{};
-        float scale = 0;
-        if (here) {
-          codes = *reinterpret_cast<const uint4*>(codes_of(piece) + at);
-          scale = mx_scale_of(shared_.scales[piece][at / kBlock]);
+      for (int begin = 0; begin < elements; begin += kLots * kWarp * kOwn) {
+        const int first = begin + static_cast<int>(lane_) * kOwn;
+        uint4 codes[kLots];
+        float scale[kLots];
+#pragma unroll
+        for (int i = 0; i < kLots; ++i) {
+          const int at = min(first + i * kWarp * kOwn, kPieceElements - kOwn);
+          codes[i] = *reinterpret_cast<const uint4*>(codes_of(piece) + at);
+          scale[i] = mx_scale_of(shared_.scales[piece][at / kBlock]);
         }
         __syncwarp();
-        if (here) {
+#pragma unroll
+        for (int i = 0; i < kLots; ++i) {
+          const int at = first + i * kWarp * kOwn;
+          if (at >= elements) continue;
           auto* to = reinterpret_cast<uint4*>(shared_.buffer[piece] + at * 2);
-          to[0] = mx_dequantize_eight(codes.x, codes.y, scale);
-          to[1] = mx_dequantize_eight(codes.z, codes.w, scale);
+          to[0] = mx_dequantize_eight(codes[i].x, codes[i].y, scale[i]);
+          to[1] = mx_dequantize_eight(codes[i].z, codes[i].w, scale[i]);
         }
       }
     }
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     __syncwarp();
   }
 
@@ -362,7 +364,7 @@ class CommunicationWarp {
   __device__ void count_in() {
     ptx::fence_proxy_async();
     __syncwarp();
-    if (pending_kind_ == plan::TaskKind::stage) {
+    if (pending_entries_ == 0) {
       if (lane_ == 0) {
         ptx::fence_system();
         ptx::add_release_gpu(rank_.counter(plan::Counter::staged, 0), 1);
@@ -371,7 +373,6 @@ class CommunicationWarp {
       ptx::fence_gpu();
       const typename Shared::Rows& rows = shared_.rows[pending_];
       for (int i = lane_; i < pending_entries_ * plan_.g.topk; i += kWarp) {
-        if (rows.slot[i / plan_.g.topk] < 0 && i % plan_.g.topk > 0) continue;
         const int32_t row = rows.stored[i];
         if (row < 0) continue;
         atomicAdd(rank_.counter(plan::Counter::fetched, row / plan::kTileRows), 1);
@@ -381,9 +382,8 @@ class CommunicationWarp {
     __syncwarp();  // `stored` is free
   }
 
-  __device__ void leave_pending(plan::TaskKind kind, int which, int entries) {
+  __device__ void leave_pending(int which, int entries) {
     pending_ = which;
-    pending_kind_ = kind;
     pending_entries_ = entries;
   }
 
@@ -401,7 +401,6 @@ class CommunicationWarp {
           rows.source[kOperandDY][lane_] =
               reinterpret_cast<uint64_t>(rank_.d_y + token * rank_.d_y_stride);
         }
-        rows.slot[lane_] = -1;
         rows.stored[lane_] = token;
       }
       __syncwarp();
@@ -409,7 +408,7 @@ class CommunicationWarp {
       move<false>(rows, entries, 1, plan::Buffer::staged_x, plan::Buffer::staged_d_y, true,
                   plan_.g.max_tokens);
     }
-    leave_pending(plan::TaskKind::stage, which, 0);
+    leave_pending(which, 0);
   }
 
   __device__ void fetch(const plan::Task& task, int which) {
@@ -425,7 +424,7 @@ class CommunicationWarp {
       move<false>(shared_.rows[which], entries, plan_.g.topk, plan::Buffer::ring_x,
                   plan::Buffer::ring_d_y, fetches_x_, ring_rows);
     }
-    leave_pending(plan::TaskKind::fetch, which, entries);
+    leave_pending(which, entries);
   }
 
   const RankState& rank_;
@@ -439,10 +438,9 @@ class CommunicationWarp {
   static constexpr int kSteps = 4;
   plan::Task next_;
   int step_ = 0, next_rows_ = 0;
-  int32_t ticket_ = 0, row_ = 0, slot_ = 0;
-  int32_t pending_ = -1;  // rows[] of the task that is not counted in, or -1
-  int32_t pending_entries_ = 0;
-  plan::TaskKind pending_kind_ = plan::TaskKind::fetch;
+  int32_t found_ = 0;            // the ticket, then each lane's row, then its slot
+  int32_t pending_ = -1;         // rows[] of the task that is not counted in, or -1
+  int32_t pending_entries_ = 0;  // of a fetch task; 0: it stages
   bool all_staged_ = false;
 };
 

@@ -2,7 +2,7 @@
 // step of 128 along the contraction goes into a scratch of its own and is then added, times the
 // scales of its row and its column block, to the tile's sums: exactly every 128.
 //
-//   per step and 128 columns: 4 wgmma -> scratch (64 registers) -> 64 fma -> sums (64 or 128)
+//   per step and 128 columns: 4 wgmma -> scratch (64 registers) -> 64 fma -> sums (128)
 //
 // There is no room for a second scratch (two of 64 columns each, taking turns, were no faster:
 // docs/measured.md), nor for a pending tile: a tile is stored where it ends (fp8_epilogue.cuh).
@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cuda/consumer.cuh"
+#include "cuda/fp8_d_hidden_epilogue.cuh"
 #include "cuda/fp8_epilogue.cuh"
 #include "cuda/mx.cuh"
 
@@ -113,6 +114,7 @@ class Fp8Consumer : protected Consumer<Products> {
 
  private:
   static constexpr int kPartWords = kHalfN / 2;  // sums of 128 columns
+  static constexpr int kParts = kTileN / kHalfN;
 
   static constexpr Fp8Product product_of(TaskKind kind) {
     return kind == TaskKind::gate_up_fp8   ? kFp8GateUp
@@ -123,15 +125,14 @@ class Fp8Consumer : protected Consumer<Products> {
   // Leaves at_ at the next task; whether its scales are asked for.
   template <TaskKind kKind>
   __device__ __forceinline__ bool run_tile(Fp8Scales& scales, const TileTask& task, int steps) {
-    constexpr int kParts = kKind == TaskKind::d_hidden_fp8 ? 1 : 2;
     constexpr bool kGateUp = kKind == TaskKind::gate_up_fp8;
     const Fp8Operands& operands = products_.fp8[product_of(kKind)];
-    float acc[kParts * kPartWords] = {};
+    float acc[kTileN / 2] = {};
     if constexpr (kKind == TaskKind::d_input_fp8) {
-      accumulate<kParts, kGateUp>(acc, scales, task, operands, 0, steps / 2, true);
-      accumulate<kParts, kGateUp>(acc, scales, task, operands, 1, steps / 2, false);
+      accumulate<kGateUp>(acc, scales, task, operands, 0, steps / 2, true);
+      accumulate<kGateUp>(acc, scales, task, operands, 1, steps / 2, false);
     } else {
-      accumulate<kParts, kGateUp>(acc, scales, task, operands, 0, steps, false);
+      accumulate<kGateUp>(acc, scales, task, operands, 0, steps, false);
     }
     at_.advance_low();
     const bool asked = ask_for_next(scales);
@@ -170,8 +171,8 @@ class Fp8Consumer : protected Consumer<Products> {
   // Adds the products of `steps` steps to kParts times 128 columns. The scales of the first of them
   // are asked for. `which`: of the operands; `more`: there is another. kTwoWeights: the second
   // column block is another weight's.
-  template <int kParts, bool kTwoWeights>
-  __device__ __forceinline__ void accumulate(float (&acc)[kParts * kPartWords], Fp8Scales& scales,
+  template <bool kTwoWeights>
+  __device__ __forceinline__ void accumulate(float (&acc)[kTileN / 2], Fp8Scales& scales,
                                              const TileTask& task, const Fp8Operands& operands,
                                              int which, int steps, bool more) {
     float sum[kPartWords];  // dead between parts: the first wgmma overwrites it

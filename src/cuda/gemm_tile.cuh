@@ -317,6 +317,13 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
     constexpr bool kGradient = std::is_same_v<Epilogue, GradientEpilogue<Products>>;
     Epilogue tile(products_);  // what is pending is of the task before at_'s
     Next next = Next::known;
+    float acc[kTileN / 2];  // the first products of a tile overwrite it
+    if constexpr (Products::kFp8) {
+      // Left undefined, it would share registers with the sums of fp8 tiles in a way that has the
+      // compiler wait for every wgmma (warning C7515).
+#pragma unroll
+      for (float& sum : acc) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum));
+    }
     while (true) {
       if (tile.pending() && next != Next::spread) {
         next = look_ahead<kLooks, Epilogue>();
@@ -343,13 +350,6 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
         at_.advance_low();
         next = look_ahead<1, Epilogue>();
         continue;
-      }
-      float acc[kTileN / 2];  // dead between tiles: nothing must carry it round the loop
-      if constexpr (Products::kFp8) {
-        // Left undefined, it would share registers with the sums of fp8 tiles in a way that has the
-        // compiler wait for every wgmma (warning C7515).
-#pragma unroll
-        for (float& sum : acc) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum));
       }
       if (kGradient && shape.carried_in()) {
         GradientStore(products_.product[task.product], task).carry_in(acc);

@@ -439,8 +439,7 @@ class ScheduleBuilder {
   // As plan::is_fetched, for a row with a slot; all look-ups at once.
   __device__ bool is_fetched(int32_t row, int32_t slot) const {
     const plan::Plan& p = shared_.plan;
-    const int src = p.g.slot_rank(slot);
-    if (src == p.g.rank) return true;
+    if (p.g.topk == 1) return true;
     const int32_t window_rows = p.g.window_tiles(p.s.tiles) * plan::kTileRows;
     const int32_t window_begin = row / window_rows * window_rows;
     const int32_t* rows = p.s.slot_row + (slot - p.g.slot_k(slot));

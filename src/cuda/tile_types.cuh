@@ -56,7 +56,7 @@ enum class ProducerWarp : int { load, schedule, publish, communicate };
 //   d_input      256 columns of d_gate w_gate + d_up w_up, one chain; rows stored as for down
 //   weight_grad  256 columns of rows^T rows, the contraction running over rows
 //   ..._fp8      the same of E4M3 codes, moved as pairs in the place of a bf16. Results of gate_up
-//                and d_hidden leave as codes (d_gate and d_up as bf16 too); d_hidden: 128 columns
+//                and d_hidden leave as codes (d_gate and d_up as bf16 too); d_hidden: 256 columns
 enum class TaskKind : int16_t {
   stop,
   gate_up,
@@ -154,7 +154,7 @@ struct Product {
       const __nv_bfloat16 *gate, *up;         // rows from save_row0 on
       __nv_bfloat16 *d_gate, *d_up, *hidden;  // rows from row0 on; hidden: w * h
       const float* row_weight;                // w, rows from save_row0 on; null: 1
-      float* partials;  // [rows from row0 on, columns / 192] sums of d_h * h; null: none
+      float* partials;  // [rows from row0 on, columns of tiles] sums of d_h * h; null: none
       int32_t row_elements, partial_columns;
     } d_hidden;
     struct {

@@ -14,7 +14,7 @@ inline constexpr int kTileRows = 128;
 inline constexpr int kTileInter = 128;  // columns of I in a gate-up tile
 // Columns of I in a d_hidden tile: not 256, so that g and u can be fetched beside the accumulators.
 inline constexpr int kTileDHidden = 192;
-inline constexpr int kTileDHiddenFp8 = 128;  // one block of 128
+inline constexpr int kTileDHiddenFp8 = 256;  // two blocks of 128
 inline constexpr int kTileHidden = 256;      // columns of H in a down or d_input tile
 inline constexpr int kGradRows = 128;        // a weight-gradient tile is kGradRows x kGradCols
 inline constexpr int kGradCols = 256;

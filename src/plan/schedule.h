@@ -68,17 +68,15 @@ MOK_HD void for_each_token_row(const Geometry& g, const Schedule& s, int src, in
   }
 }
 
-// Whether the row is in the fetch list. A peer's token crosses the link once per window, for the
-// first of its rows; rows of own tokens are copied one by one, so that the first tiles need not
-// wait for rows of later ones.
+// Whether the row is in the fetch list: a token is fetched once per window, for the first of its
+// rows, and stored to all of them. So it crosses the link once, and is expanded once if it is
+// quantised.
 MOK_HD inline bool is_fetched(const Geometry& g, const Schedule& s, int32_t row) {
   const int32_t slot = s.row_slot[row];
   if (slot < 0) return false;
-  const int src = g.slot_rank(slot);
-  if (src == g.rank) return true;
   const int window = row / (g.window_tiles(s.tiles) * kTileRows);
   bool first = true;
-  for_each_token_row(g, s, src, g.slot_token(slot), window,
+  for_each_token_row(g, s, g.slot_rank(slot), g.slot_token(slot), window,
                      [&](int32_t other, int) { first = first && other >= row; });
   return first;
 }
@@ -87,13 +85,9 @@ MOK_HD inline bool is_fetched(const Geometry& g, const Schedule& s, int32_t row)
 template <class F>
 MOK_HD void for_each_stored_row(const Geometry& g, const Schedule& s, int32_t fetched, F&& f) {
   const int32_t slot = s.row_slot[fetched];
-  const int src = g.slot_rank(slot);
-  if (src == g.rank) {
-    f(fetched);
-    return;
-  }
   const int window = fetched / (g.window_tiles(s.tiles) * kTileRows);
-  for_each_token_row(g, s, src, g.slot_token(slot), window, [&](int32_t row, int) { f(row); });
+  for_each_token_row(g, s, g.slot_rank(slot), g.slot_token(slot), window,
+                     [&](int32_t row, int) { f(row); });
 }
 
 // Position, inside a minibatch, of the i-th fetched row whose source is `src`: sources take turns,
