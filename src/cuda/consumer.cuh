@@ -38,10 +38,10 @@ class Consumer {
   __device__ __forceinline__ void release(uint32_t slot) {
     if (leads()) shared_.empty[slot].arrive();
   }
-  // This warp has issued all its stores of the task.
+  // Whole warp. It has issued all its stores of the task.
   __device__ __forceinline__ void finish(uint32_t task_slot) {
     __syncwarp();
-    if (leads()) shared_.task_done[task_slot].arrive();
+    shared_.task_done[task_slot].arrive();
   }
   __device__ __forceinline__ void pass(int steps) {
     for (int step = 0; step < steps; ++step) {

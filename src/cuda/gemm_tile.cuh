@@ -14,8 +14,9 @@
 //     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
 //     b of a weight gradient's last   consumers    (a warp's own)   tensor      the same, after
 //       stage, once it is multiplied                               stores        its 2nd slot
-//     task[4], shape[4]               schedule     task_full        all         task_empty: publish
-//   task_done: 8 consumer warps -> publish       draw: load -> schedule (draw the next ticket now)
+//     task[4], shape[4]               schedule     task_full        all         task_empty: load,
+//                                                                                 publish
+//   task_done: consumers -> publish              draw: load -> schedule (draw the next ticket now)
 //   task_loading: load -> consumers (the task's inputs are there)
 //
 // A pending epilogue may be what the next task's inputs wait for, here or in another block. So a
@@ -85,11 +86,9 @@ __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks)
     } while (drawn == Drawn::no_tile);
     const bool more = drawn == Drawn::tile;
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) {
-      if (!more) task.kind = TaskKind::stop;
-      shared.shape[at.slot()] = task.shape_of();
-      shared.task_full[at.slot()].arrive();
-    }
+    if (!more) task.kind = TaskKind::stop;
+    shared.shape[at.slot()] = task.shape_of();
+    shared.task_full[at.slot()].arrive();
     __syncwarp();
     if (!more) return;
     at.advance();
@@ -143,6 +142,7 @@ class TileLoader {
       } else {
         go = load<false, true>(task, product, 0, task.steps, both_halves);
       }
+      shared_.task_empty[task_at.slot()].arrive();
       task_at.advance();
     }
     land_loads(shared_, stage_);

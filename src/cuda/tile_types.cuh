@@ -230,11 +230,13 @@ struct TileShared {
       full[i].init(1);
       empty[i].init(kConsumerWarps);
     }
+    // Whoever writes or reads a task arrives for itself, so that the tools can follow who waits for
+    // whom; one lane for its warp was no faster.
     for (int i = 0; i < kTaskSlots; ++i) {
-      task_full[i].init(1);
+      task_full[i].init(kWarp);
       task_loading[i].init(1);
-      task_done[i].init(kConsumerWarps);
-      task_empty[i].init(1);
+      task_done[i].init(kConsumerWarps * kWarp);
+      task_empty[i].init(2);  // load, publish
     }
     draw.init(1);
     abort.raised = 0;
