@@ -439,6 +439,8 @@ class ScheduleBuilder {
   // As plan::is_fetched, for a row with a slot; all look-ups at once.
   __device__ bool is_fetched(int32_t row, int32_t slot) const {
     const plan::Plan& p = shared_.plan;
+    // A token with one slot has one row. Without an early way out here the compiler waits for every
+    // wgmma of bf16's backward (warning C7511).
     if (p.g.topk == 1) return true;
     const int32_t window_rows = p.g.window_tiles(p.s.tiles) * plan::kTileRows;
     const int32_t window_begin = row / window_rows * window_rows;

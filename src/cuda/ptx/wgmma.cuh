@@ -199,5 +199,4 @@ __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, int add)
   if constexpr (kColumns == 192) wgmma_n192<kTransposeA, kTransposeB>(d, a, b, add);
   if constexpr (kColumns == 128) wgmma_n128<kTransposeA, kTransposeB>(d, a, b, add);
 }
-
 }  // namespace mok::cuda::ptx
