@@ -30,10 +30,6 @@ struct BackwardHooks : HooksBase {
     if (!more_ || waiter.abort->raised != 0) return Drawn::nothing;
     const int which = at_++;
     const plan::Task& task = more->task[which];
-    if (task.kind == plan::TaskKind::reduce) {
-      if (leads()) *first_reduce = {first_ + which, drawn_ - which};
-      return Drawn::nothing;
-    }
     if (more->waits_here[which]) {
       if (!wait_for(task)) return Drawn::nothing;
       ptx::fence_proxy_async_global();
@@ -64,6 +60,7 @@ struct BackwardHooks : HooksBase {
 
   // The plan's task again: a tile signals more than one counter.
   __device__ void publish(const TileTask& task) const {
+    if (task.kind == TaskKind::reduce) return;
     plan::Task done;
     done.kind = plan_kind(task);
     done.tile = task.done_counter;
@@ -117,8 +114,8 @@ struct BackwardHooks : HooksBase {
       int waits = 0;
       plan::for_each_wait(plan, mine, [&](plan::Wait) { ++waits; });
       const bool tile = is_tile(mine.kind);
-      const bool here = mine.kind != plan::TaskKind::reduce &&
-                        (!tile || waits != 1 || (plan.s.windows > 2 && padding_rows(mine) > 0));
+      const bool here = !tile || mine.kind == plan::TaskKind::reduce || waits != 1 ||
+                        (plan.s.windows > 2 && padding_rows(mine) > 0);
       more->waits_here[lane] = here;
       if (tile) {
         TileTask& out = more->drawn[lane];
@@ -171,6 +168,7 @@ struct BackwardHooks : HooksBase {
   __device__ void fill(const plan::Task& task, TileTask& out) const {
     const plan::Geometry& g = plan.g;
     const plan::TaskKind kind = task.kind;
+    if (kind == plan::TaskKind::reduce) return fill_reduce(task, out);
     const bool routed = kind == plan::TaskKind::gate_up || kind == plan::TaskKind::d_hidden ||
                         kind == plan::TaskKind::d_input || kind == plan::TaskKind::weight_grad;
     const int inter = routed ? g.intermediate : g.shared_intermediate;

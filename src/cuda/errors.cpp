@@ -10,10 +10,10 @@ namespace {
 // The counter, flag or step of the schedule that was waited for.
 std::string awaited_entry(const ErrorRecord& e, const plan::Geometry& g) {
   if (e.kind == ErrorRecord::schedule) {
-    constexpr const char* kSteps[] = {"published", "counted", "laid_out",
-                                      "placed",    "listed",  "planned"};
+    constexpr const char* kSteps[] = {"published", "counted", "laid_out", "placed",
+                                      "marked",    "listed",  "planned"};
     constexpr int kFirst = offsetof(Tickets, published) / sizeof(uint32_t);
-    return kSteps[std::clamp(e.entry - kFirst, 0, 5)];
+    return kSteps[std::clamp(e.entry - kFirst, 0, 6)];
   }
   const bool flags = e.kind != ErrorRecord::progress;
   const int first = flags ? static_cast<int>(plan::Counter::first_flag) : 0;

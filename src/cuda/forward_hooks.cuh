@@ -23,10 +23,18 @@ struct ForwardHooks : HooksBase {
     const plan::Geometry& g = plan.g;
     plan::Task task;
     while (draw_task(&task)) {
-      if (task.kind == plan::TaskKind::sigma) continue;  // part of reduce here
+      if (task.kind == plan::TaskKind::sigma) {  // part of reduce here
+        if (leads()) signal(task);
+        continue;
+      }
       if (task.kind == plan::TaskKind::announce_returned) {
         if (wait_for(task)) announce();
         continue;
+      }
+      if (task.kind == plan::TaskKind::reduce) {
+        if (!wait_for(task)) return Drawn::nothing;
+        fill_reduce(task, out);
+        return Drawn::tile;
       }
       const bool shared =
           task.kind == plan::TaskKind::shared_gate_up || task.kind == plan::TaskKind::shared_down;
@@ -72,6 +80,7 @@ struct ForwardHooks : HooksBase {
   }
 
   __device__ void publish(const TileTask& task) const {
+    if (task.kind == TaskKind::reduce) return;
     // The red releases the tile's stores to this GPU; rows may have gone to others.
     if (!is_gate_up(task.kind) && rank.g.ranks > 1) ptx::fence_system();
     ptx::add_release_gpu(at(task.done_counter), 1);

@@ -272,11 +272,17 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
                                           uint32_t group)
       : Fp8Consumer<kBackward, Products>(shared, products, group) {}
 
-  __device__ __forceinline__ void run() {
+  // `reduce`: called by each warp with a task of that kind.
+  template <class Reduce>
+  __device__ __forceinline__ void run(Reduce&& reduce) {
     while (wait_for_task()) {
       const TaskKind kind = next_shape().kind();
       if (kind == TaskKind::stop) return;
-      if (Products::kFp8 && is_fp8(kind)) {
+      if (kind == TaskKind::reduce) {
+        reduce(shared_.task[at_.low()]);
+        finish(at_.low());
+        at_.advance_low();
+      } else if (Products::kFp8 && is_fp8(kind)) {
         this->run_fp8_tiles();
       } else if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
         run_tiles<GateUpEpilogue<Products>>();

@@ -4,7 +4,7 @@
 //     all            schedule tickets (schedule.cuh) until the rank's plan is complete
 //     warpgroup 0    load | schedule | publish | communicate     (gemm_tile.cuh, communicate.cuh)
 //     warpgroups 1,2 multiply and store tiles                    (gemm_tile.cuh, epilogue.cuh)
-//     warpgroups 1,2 reduce tickets, when no tile is left        (reduce.cuh)
+//                    reduce tickets between them                 (reduce.cuh)
 //     last block     zeroes counters and tickets for the next call
 //
 // Blocks of one launch are divided among the ranks that live on the GPU. Nothing waits for a
@@ -38,13 +38,11 @@ struct LayerShared {
     TileShared tile;
     ScheduleShared schedule;
   };
-  ReduceShared reduce;
   typename CommunicationWarp<Direction::kBackward, Direction::kFp8>::Shared comm;
   plan::Plan plan;
   plan::Phase compute[kComputePhases], communication[kCommunicationPhases];
   AbortFlag abort;  // outlives the phases
   int64_t call;
-  ReduceTickets first_reduce;
   uint32_t left;
   typename Direction::Shared hooks;
   __device__ LayerShared() {}
@@ -55,7 +53,6 @@ struct HooksBase {
   const RankState& rank;
   const plan::Plan& plan;
   const Waiter& waiter;
-  ReduceTickets* first_reduce;  // shared memory: the reduce tickets that this block drew
 
   static constexpr int32_t kNoCounter = -1;
 
@@ -72,7 +69,7 @@ struct HooksBase {
   }
   __device__ bool leads() const { return threadIdx.x % kWarp == 0; }
 
-  // Whole warp. Draws a task; false when there is none or the reduce tasks have begun.
+  // Whole warp. Draws a task; false when there is none.
   __device__ bool draw_task(plan::Task* task) const {
     int32_t ticket = 0;
     if (leads()) ticket = static_cast<int32_t>(atomicAdd(&rank.tickets->compute, 1));
@@ -81,9 +78,17 @@ struct HooksBase {
       return false;
     }
     *task = plan::decode(plan, plan::Queue::compute, ticket);
-    if (task->kind != plan::TaskKind::reduce) return true;
-    if (leads()) *first_reduce = {ticket, 1};
-    return false;
+    return true;
+  }
+
+  // Waited for by the scheduler's warp.
+  __device__ void fill_reduce(const plan::Task& task, TileTask& out) const {
+    out.kind = TaskKind::reduce;
+    out.product = 0;
+    out.steps = 0;
+    out.row0 = task.begin;
+    out.rows = task.end - task.begin;
+    out.wait_counter = kNoCounter;
   }
 
   // Whole warp. What the plan states, waited for by one thread.
@@ -186,7 +191,6 @@ __device__ __forceinline__ bool prepare(const LayerParams<Direction, kRanks>& pa
   const RankState& rank = params.rank[Share<kRanks>(params.ranks_here).which];
   if (threadIdx.x == 0) {
     shared.abort.raised = 0;
-    shared.first_reduce = {0, 0};
     shared.call = *const_cast<volatile int64_t*>(rank.call) + 1;
   }
   __syncthreads();
@@ -222,7 +226,7 @@ __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& pa
   const Share<kRanks> share(params.ranks_here);
   const RankState& rank = params.rank[share.which];
   const Waiter waiter{rank, &shared.tile.abort, shared.call};
-  typename Direction::Hooks hooks({rank, shared.plan, waiter, &shared.first_reduce}, &shared.hooks);
+  typename Direction::Hooks hooks({rank, shared.plan, waiter}, &shared.hooks);
   const uint32_t lane = threadIdx.x % kWarp;
   switch (static_cast<ProducerWarp>(__shfl_sync(~0u, threadIdx.x / kWarp, 0))) {
     case ProducerWarp::load:
@@ -248,14 +252,6 @@ __device__ __forceinline__ void produce(const LayerParams<Direction, kRanks>& pa
   __syncwarp();
 }
 
-template <class Direction, int kRanks>
-__device__ __forceinline__ void reduce(const LayerParams<Direction, kRanks>& params,
-                                       LayerShared<Direction>& shared) {
-  const RankState& rank = params.rank[Share<kRanks>(params.ranks_here).which];
-  const Waiter waiter{rank, &shared.tile.abort, shared.call};
-  Reducer<Direction::kBackward>(rank, shared.plan, waiter, shared.reduce).run(shared.first_reduce);
-}
-
 template <class Direction>
 __device__ __forceinline__ LayerShared<Direction>& shared_memory() {
   extern __shared__ uint8_t raw[];
@@ -277,8 +273,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       TileConsumer<Direction::kBackward, typename Direction::template Tensors<kRanks>>(
           shared_memory<Direction>().tile, params.tensors[Share<kRanks>(params.ranks_here).which],
           group)
-          .run();
-      reduce(params, shared_memory<Direction>());
+          .run([&](const TileTask& task) {
+            Reducer<Direction::kBackward>(params.rank[Share<kRanks>(params.ranks_here).which],
+                                          shared_memory<Direction>().plan.g)
+                .run(task);
+          });
     }
   }
   auto& shared = shared_memory<Direction>();

@@ -21,8 +21,7 @@ void launch_for(const Launch<Args>& l) {
   constexpr int kBytes = sizeof(LayerShared<Direction>);
   static_assert(kBytes <= 227 * 1024);
   static_assert(sizeof(LayerParams<Direction, kRanks>) <= 32764);
-  static_assert(kFetchTaskRows == kMostEntries && kFetchTaskCopies == kMostCopies &&
-                kReduceTaskTokens == kMostReduceTokens);
+  static_assert(kFetchTaskRows == kMostEntries && kFetchTaskCopies == kMostCopies);
   check(cudaFuncSetAttribute(layer_kernel<Direction, kRanks>,
                              cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the layer's kernel");

@@ -81,6 +81,7 @@ inline void carve_tables(const plan::Geometry& g, Carver& carver, RankState* sta
   t.segment_of_tile = carver.take<int32_t>(g.most_tiles());
   t.segment_begin = carver.take<int32_t>(g.most_minibatches() + 1);
   t.row_weight = carver.take<float>(g.most_rows());
+  t.row_source = carver.take<int8_t>(g.most_rows());
   t.row_destination = carver.take<uint64_t>(g.most_rows());
   t.shared_destination = carver.take<uint64_t>(g.has_shared() ? g.max_tokens : 0);
   if (state == nullptr) return;

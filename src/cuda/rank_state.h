@@ -17,9 +17,9 @@ inline constexpr int kScheduleChunks = 64;       // slots are counted and placed
 inline constexpr int kPublishTasks = 64;         // ids are published in this many tasks
 inline constexpr int kFetchListTasks = 32;       // each makes the lists of every 32nd minibatch
 inline constexpr int kMostMinibatchTiles = 256;  // a fetch list is sorted in shared memory
+inline constexpr int kReduceTasks = 128;         // about; of 8 to 64 tokens
 inline constexpr int kFetchTaskRows = 12;        // what the kernel has room for,
 inline constexpr int kFetchTaskCopies = 256;     // counting every row's copies
-inline constexpr int kReduceTaskTokens = 8;
 
 // What a wait was for, when its deadline passed; in host memory, written once per call.
 struct ErrorRecord {
@@ -54,11 +54,11 @@ struct Control {
 // Local words that count blocks and tickets; all zero between calls.
 struct Tickets {
   uint32_t schedule, compute, communication;
-  uint32_t published, counted, laid_out, placed, listed, planned;  // schedule tasks done
-  uint32_t left;                                                   // blocks that have left
-  uint32_t recorded;                                               // the error record is taken
-  uint32_t bad_id;   // ~slot of the first id outside [-1, E); 0 = none
-  uint32_t wide_id;  // ~index of the first own id that is published as INT32_MIN; 0 = none
+  uint32_t published, counted, laid_out, placed, marked, listed, planned;  // schedule tasks done
+  uint32_t left;                                                           // blocks that have left
+  uint32_t recorded;  // the error record is taken
+  uint32_t bad_id;    // ~slot of the first id outside [-1, E); 0 = none
+  uint32_t wide_id;   // ~index of the first own id that is published as INT32_MIN; 0 = none
 };
 
 // When the parts of the last call were over, in nanoseconds of the device's clock: the latest
@@ -78,6 +78,7 @@ struct Tables {
   plan::Segment* segment;                    // [most_segments]; backward only, as the next two
   int32_t *segment_of_tile, *segment_begin;  // [most_tiles], [most_minibatches + 1]
   float* row_weight;                         // [most rows] router weight of a row; backward only
+  int8_t* row_source;  // [most rows] the rank from which a token is fetched for this row, or -1
   uint64_t* row_destination;  // [most rows] where a row of y's or d_x's sum belongs, 0 on padding
   uint64_t* shared_destination;  // [T_max] rows of Buffer::shared_rows
 };

@@ -5,8 +5,9 @@
 //             count x 64     rows of each local expert in a chunk of slots after all ranks arrived
 //             layout         first row of each expert, tile table          after all count
 //             segments       backward: of the weight gradients             after layout
-//             place x 64     slot <-> row, in slot order                   after layout
-//             list x 32      fetch lists of the minibatches                after all place
+//             place x 64     slot <-> row, in slot order; padding          after layout
+//             mark x 64      rows that are fetched, and from where         after all place
+//             list x 32      fetch lists of the minibatches                after all mark
 //             phases         the two queues                                after segments, list
 //
 // Backward also publishes the router weights of own tokens and notes the weight of each row.
@@ -47,7 +48,8 @@ class ScheduleBuilder {
     constexpr int kLayout = kCount + kScheduleChunks;
     constexpr int kSegments = kLayout + 1;
     constexpr int kPlace = kSegments + kSegmentTasks;
-    constexpr int kList = kPlace + kScheduleChunks;
+    constexpr int kMark = kPlace + kScheduleChunks;
+    constexpr int kList = kMark + kScheduleChunks;
     constexpr int kPhases = kList + kFetchListTasks;
     Tickets* t = rank_.tickets;
     while (true) {
@@ -75,12 +77,17 @@ class ScheduleBuilder {
         cut_segments(rank_.tables, shared_.plan, shared_.scratch,
                      [&](int32_t value, int32_t* total) { return scan(value, total); });
         done(&t->listed);
-      } else if (i < kList) {
+      } else if (i < kMark) {
         if (!after(&t->laid_out, 1)) return false;
         place(i - kPlace);
         done(&t->placed);
-      } else if (i < kPhases) {
+      } else if (i < kList) {
         if (!after(&t->placed, kScheduleChunks)) return false;
+        load_plan();
+        mark(i - kMark);
+        done(&t->marked);
+      } else if (i < kPhases) {
+        if (!after(&t->marked, kScheduleChunks)) return false;
         load_plan();
         for (int m = i - kList; m < shared_.plan.s.minibatches; m += kFetchListTasks) list(m);
         done(&t->listed);
@@ -286,11 +293,12 @@ class ScheduleBuilder {
       if (bad) report_bad_id();
       first_tile[experts] = tiles;
       rank_.tables.expert_begin[experts] = tiles * plan::kTileRows;
-      write_plan(tiles, real);
     }
     __syncthreads();
+    if (threadIdx.x == kThreads - 1) write_plan(tiles, real);  // beside its neighbours' tiles
+    if (warp() == kWarps - 1) return;
     const int per_minibatch = g().minibatch_tiles;
-    for (int t = threadIdx.x; t < tiles; t += kThreads) {
+    for (int t = threadIdx.x; t < tiles; t += kThreads - kWarp) {
       int low = 0, high = experts;  // last expert whose first tile is <= t, empty ones excluded
       while (high - low > 1) {
         const int middle = (low + high) / 2;
@@ -310,14 +318,6 @@ class ScheduleBuilder {
       tile.slice_begin = begin;
       tile.slice_tiles = end - begin;
       rank_.tables.tile[t] = tile;
-    }
-    for (int e = warp(); e < experts; e += kWarps) {  // padding
-      const int32_t end = first_tile[e + 1] * plan::kTileRows;
-      for (int row = first_tile[e] * plan::kTileRows + rows[e] + lane(); row < end; row += kWarp) {
-        rank_.tables.row_slot[row] = -1;
-        rank_.tables.row_destination[row] = 0;
-        if constexpr (kBackward) rank_.tables.row_weight[row] = 0;
-      }
     }
   }
 
@@ -385,8 +385,23 @@ class ScheduleBuilder {
     return r;
   }
 
+  // Rows behind those of every 64th expert.
+  __device__ void pad(int chunk) {
+    for (int e = chunk; e < g().experts_local(); e += kScheduleChunks) {
+      const int32_t first = rank_.tables.expert_begin[e] + rank_.tables.expert_rows[e];
+      const int32_t end = rank_.tables.expert_begin[e + 1];
+      for (int row = first + threadIdx.x; row < end; row += kThreads) {
+        rank_.tables.row_slot[row] = -1;
+        rank_.tables.row_source[row] = -1;
+        rank_.tables.row_destination[row] = 0;
+        if constexpr (kBackward) rank_.tables.row_weight[row] = 0;
+      }
+    }
+  }
+
   // Each warp owns a contiguous part of the chunk, so slot order is (warp, round, lane).
   __device__ void place(int chunk) {
+    pad(chunk);
     const int experts = g().experts_local();
     int32_t* mine = shared_.scratch + warp() * experts;
     for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) shared_.scratch[i] = 0;
@@ -436,7 +451,24 @@ class ScheduleBuilder {
     });
   }
 
-  // As plan::is_fetched, for a row with a slot; all look-ups at once.
+  __device__ void mark(int chunk) {
+    struct Marked {
+      int32_t row;
+      bool fetched;
+    };
+    const int64_t begin = int64_t{chunk} * chunk_slots();
+    const int64_t end = min(begin + chunk_slots(), g().slots());
+    const auto look = [&](int64_t slot) {
+      const int32_t row = rank_.tables.slot_row[slot];
+      return Marked{row, is_fetched(row, static_cast<int32_t>(slot))};
+    };
+    batches(begin + threadIdx.x, end, kThreads, look, [&](int64_t slot, const Marked& m) {
+      const int src = g().slot_rank(static_cast<int32_t>(slot));
+      if (m.row >= 0) rank_.tables.row_source[m.row] = static_cast<int8_t>(m.fetched ? src : -1);
+    });
+  }
+
+  // As plan::is_fetched, for a slot with a row; all look-ups at once.
   __device__ bool is_fetched(int32_t row, int32_t slot) const {
     const plan::Plan& p = shared_.plan;
     // A token with one slot has one row. Without an early way out here the compiler waits for every
@@ -471,12 +503,10 @@ class ScheduleBuilder {
     for (int i = threadIdx.x; i < groups * kMaxRanks; i += kThreads) count[i] = 0;
     __syncthreads();
     const auto look = [&](int64_t group) {
-      return p.s.row_slot[first + static_cast<int>(group) * kWarp + lane()];
+      return int32_t{rank_.tables.row_source[first + static_cast<int>(group) * kWarp + lane()]};
     };
-    batches(warp(), groups, kWarps, look, [&](int64_t group, int32_t slot) {
+    batches(warp(), groups, kWarps, look, [&](int64_t group, int32_t src) {
       const int i = static_cast<int>(group) * kWarp + lane();
-      const bool fetched = slot >= 0 && is_fetched(first + i, slot);
-      const int src = fetched ? p.g.slot_rank(slot) : -1;
       const uint32_t same = __match_any_sync(~0u, src);
       if (src >= 0 && (same & ((1u << lane()) - 1)) == 0) {
         count[group * kMaxRanks + src] = __popc(same);

@@ -64,6 +64,7 @@ enum class TaskKind : int16_t {
   d_hidden,
   d_input,
   weight_grad,
+  reduce,  // no tile: rows row0 .. of own tokens
   gate_up_fp8,
   down_fp8,
   d_hidden_fp8,
