@@ -9,7 +9,7 @@
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
-#include "cuda/ptx/pairs.cuh"
+#include "cuda/ptx/wgmma.cuh"
 #include "cuda/rank_state.h"
 #include "cuda/tile_types.cuh"
 #include "cuda/token_dot.cuh"
