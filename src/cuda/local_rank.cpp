@@ -40,7 +40,7 @@ plan::Geometry workspace_geometry(const LayerShape& shape, int ranks, const Opti
   plan::Geometry g = plan::workspace_geometry(shape, ranks, o, options.precision);
   g.own_staged = is_quantized(options.precision);
   g.codes_in_ring = options.precision == Precision::fp8;
-  g.reduce_tokens = std::clamp(g.max_tokens / kReduceTasks, 8, 64);
+  g.reduce_tokens = plan::reduce_task_tokens(g.max_tokens);
   g.fetch_rows = std::min(kFetchTaskRows, kFetchTaskCopies / g.topk);
   return g;
 }

@@ -17,7 +17,6 @@ inline constexpr int kScheduleChunks = 64;       // slots are counted and placed
 inline constexpr int kPublishTasks = 64;         // ids are published in this many tasks
 inline constexpr int kFetchListTasks = 32;       // each makes the lists of every 32nd minibatch
 inline constexpr int kMostMinibatchTiles = 256;  // a fetch list is sorted in shared memory
-inline constexpr int kReduceTasks = 128;         // about; of 8 to 64 tokens
 inline constexpr int kFetchTaskRows = 12;        // what the kernel has room for,
 inline constexpr int kFetchTaskCopies = 256;     // counting every row's copies
 

@@ -1,6 +1,7 @@
 #include "plan/sizing.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace mok {
 
@@ -37,6 +38,12 @@ Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceO
   g.block = block_size(precision);
   if (precision == Precision::fp8) g.tile_d_hidden = kTileDHiddenFp8;
   return g;
+}
+
+int32_t reduce_task_tokens(int64_t max_tokens) {
+  constexpr int64_t kTasks = 128;
+  const auto tokens = static_cast<uint32_t>(std::clamp<int64_t>(max_tokens / kTasks, 8, 64));
+  return static_cast<int32_t>(std::bit_floor(tokens));
 }
 
 }  // namespace plan

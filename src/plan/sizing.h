@@ -11,4 +11,8 @@ namespace mok::plan {
 Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceOptions& options,
                             Precision precision = Precision::bf16);
 
+// Tokens of a GPU's reduce task: about 128 tasks, of 8 to 64 tokens. A divisor of kTileRows,
+// because a task waits for one own tile of the shared expert.
+int32_t reduce_task_tokens(int64_t max_tokens);
+
 }  // namespace mok::plan

@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 
+#include "plan/sizing.h"
 #include "plan/validate.h"
 
 namespace mok::plan {
@@ -164,6 +165,15 @@ TEST(Plan, rows_stand_in_global_token_order_whatever_the_split) {
         }
       }
     }
+  }
+}
+
+// A reduce task waits for the shared expert's rows of one own tile.
+TEST(Plan, a_reduce_task_has_tokens_of_one_own_tile) {
+  for (int64_t tokens = 1; tokens < 20000; tokens += 7) {
+    const int32_t of_task = reduce_task_tokens(tokens);
+    ASSERT_EQ(kTileRows % of_task, 0) << tokens;
+    ASSERT_TRUE(of_task >= 8 && of_task <= 64) << tokens;
   }
 }
 
