@@ -30,6 +30,7 @@ struct BackwardHooks : HooksBase {
     if (!more_ || waiter.abort->raised != 0) return Drawn::nothing;
     const int which = at_++;
     const plan::Task& task = more->task[which];
+    if (may_join(task.kind) && has_joined(task.tile)) return Drawn::no_tile;
     if (more->waits_here[which]) {
       if (!wait_for(task)) return Drawn::nothing;
       ptx::fence_proxy_async_global();
@@ -69,9 +70,15 @@ struct BackwardHooks : HooksBase {
     // Results that the copy engine or wgmma of other blocks read: the release below is enough, the
     // reader crosses the proxy.
     signal(done);
+    if (!is_tall(task.kind)) return;
+    ++done.tile;
+    signal(done);
   }
 
  private:
+  static __device__ bool may_join(plan::TaskKind kind) {
+    return !kFp8 && kind == plan::TaskKind::d_input;
+  }
   static __device__ plan::TaskKind plan_kind(const TileTask& task) {
     switch (task.product) {
       case kRecomputeGateUp:
@@ -173,12 +180,14 @@ struct BackwardHooks : HooksBase {
                         kind == plan::TaskKind::d_input || kind == plan::TaskKind::weight_grad;
     const int inter = routed ? g.intermediate : g.shared_intermediate;
     out.done_counter = task.tile;
+    out.tail_target = 0;
     if (kind == plan::TaskKind::weight_grad || kind == plan::TaskKind::shared_weight_grad) {
       return fill_weight_grad(task, routed, inter, out);
     }
     const int row = task.tile * plan::kTileRows;
     const plan::Tile tile = routed ? plan.s.tile[task.tile] : plan::Tile{};
-    out.rows = routed ? tile.rows : min(g.own_tokens() - row, plan::kTileRows);
+    const int tail = may_join(kind) ? tail_of(task.tile) : 0;
+    out.rows = routed ? tile.rows + tail : min(g.own_tokens() - row, plan::kTileRows);
     out.row0 = routed ? plan::ring_row(plan, row) : row;
     out.expert = tile.expert;
     out.save_row0 = row;
@@ -211,7 +220,10 @@ struct BackwardHooks : HooksBase {
         columns = inter, tile_columns = fp8 ? plan::kTileDHiddenFp8 : plan::kTileDHidden;
         break;
       default:  // d_input, shared_d_input
-        out.kind = fp8 ? TaskKind::d_input_fp8 : TaskKind::d_input;
+        out.kind = fp8        ? TaskKind::d_input_fp8
+                   : tail > 0 ? TaskKind::d_input_tall
+                              : TaskKind::d_input;
+        if (tail > 0) out.tail_target = g.columns_d_hidden();
         out.product = routed ? kDInput : kSharedDInput;
         out.steps = 2 * steps_of(inter, fp8);
         break;

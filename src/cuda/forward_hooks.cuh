@@ -46,12 +46,24 @@ struct ForwardHooks : HooksBase {
       const int tile_width = gate_up ? plan::kTileInter : plan::kTileHidden;
       out.kind = gate_up ? TaskKind::gate_up : TaskKind::down;
       const bool fp8 = kFp8 && !shared;
+      // A block of 32 columns that mxfp8 rounds together lies in two warps of a tall tile.
+      const bool may_join = !shared && !kFp8 && (!gate_up || g.block == 0);
+      if (may_join && has_joined(task.tile)) continue;
+      const int tail = may_join ? tail_of(task.tile) : 0;
+      if (tail > 0) out.kind = gate_up ? TaskKind::gate_up_tall : TaskKind::down_tall;
       if (fp8) out.kind = gate_up ? TaskKind::gate_up_fp8 : TaskKind::down_fp8;
       out.product =
           static_cast<int16_t>(shared ? (gate_up ? kSharedGateUpProduct : kSharedDownProduct)
                                       : (gate_up ? kRoutedGateUp : kRoutedDown));
       out.steps = steps_of(gate_up ? g.hidden : inter, fp8);
-      out.rows = shared ? min(g.own_tokens() - row, plan::kTileRows) : plan.s.tile[task.tile].rows;
+      out.rows = shared ? min(g.own_tokens() - row, plan::kTileRows)
+                        : plan.s.tile[task.tile].rows + tail;
+      out.tail_target = 0;
+      if (tail > 0) {
+        plan::Task next = task;
+        ++next.tile;
+        plan::for_each_wait(plan, next, [&](plan::Wait w) { out.tail_target = w.target; });
+      }
       out.col0 = task.column * tile_width;
       out.cols = min(width - out.col0, tile_width);
       out.row0 = shared ? row : plan::ring_row(plan, row);
@@ -83,11 +95,14 @@ struct ForwardHooks : HooksBase {
     if (task.kind == TaskKind::reduce) return;
     // The red releases the tile's stores to this GPU; rows may have gone to others.
     if (!is_gate_up(task.kind) && rank.g.ranks > 1) ptx::fence_system();
-    ptx::add_release_gpu(at(task.done_counter), 1);
+    const int tiles = is_tall(task.kind) ? 2 : 1;
+    const bool counted_alone = is_gate_up(task.kind);  // else one counter for all tiles
+    ptx::add_release_gpu(at(task.done_counter), counted_alone ? 1 : tiles);
+    if (counted_alone && tiles == 2) ptx::add_release_gpu(at(task.done_counter + 1), 1);
     if (plan.s.windows <= 2 || task.product >= kSharedGateUpProduct) return;
     const int tile = task.save_row0 / plan::kTileRows;
     ptx::add_release_gpu(at(entry(plan::Counter::window_done, plan::window_of_tile(plan, tile))),
-                         1);
+                         tiles);
   }
 };
 
@@ -95,8 +110,8 @@ template <bool kFp8Products>
 struct Forward {
   static constexpr bool kBackward = false;
   static constexpr bool kFp8 = kFp8Products;
-  template <int>
-  using Tensors = ForwardTensors<kFp8>;
+  template <int kRanks>
+  using Tensors = ForwardTensors<kRanks, kFp8>;
   using Hooks = ForwardHooks<kFp8>;
   using Shared = typename Hooks::Shared;
 };

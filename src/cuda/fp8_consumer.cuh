@@ -17,6 +17,7 @@
 #include "cuda/fp8_d_hidden_epilogue.cuh"
 #include "cuda/fp8_epilogue.cuh"
 #include "cuda/mx.cuh"
+#include "cuda/tall_consumer.cuh"
 
 namespace mok::cuda {
 
@@ -71,8 +72,8 @@ class Fp8Scales {
 };
 
 template <bool kBackward, class Products>
-class Fp8Consumer : protected Consumer<Products> {
-  using Base = Consumer<Products>;
+class Fp8Consumer : protected TallConsumer<kBackward, Products> {
+  using Base = TallConsumer<kBackward, Products>;
 
  protected:
   using Base::Base;

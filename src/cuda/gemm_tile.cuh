@@ -36,6 +36,7 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/row_epilogue.cuh"
+#include "cuda/tall_consumer.cuh"
 #include "cuda/tile_types.cuh"
 
 namespace mok::cuda {
@@ -129,6 +130,8 @@ class TileLoader {
       const bool both_halves = task.rows > kHalfM;
       if (Products::kFp8 && is_fp8(task.kind)) {
         go = load_fp8(task, product, both_halves);
+      } else if (Products::kTall && is_tall(task.kind)) {
+        go = load_tall<kBackward>(task, product);
       } else if (task.kind == TaskKind::gate_up) {
         go = task.shape_of().narrow() ? load_gate_up<1, 1>(task, product, both_halves)
                                       : load_gate_up<2, 2>(task, product, both_halves);
@@ -171,15 +174,32 @@ class TileLoader {
            load<false, false>(task, product, 1, task.steps / 2, both_halves);
   }
 
+  template <bool kBackward>
+  __device__ __forceinline__ bool load_tall(const TileTask& task, const Product& product) {
+    if constexpr (Products::kTall) {
+      if (task.kind == TaskKind::gate_up_tall) {
+        return task.cols <= kGroupN ? load_gate_up<1, 2, true>(task, product, true)
+                                    : load_gate_up<2, 2, true>(task, product, true);
+      }
+      if (!kBackward) {
+        return load<false, false, true>(task, product, 0, task.steps, true);
+      }
+      return load<false, true, true>(task, product, 0, task.steps / 2, true) &&
+             load<false, true, true>(task, product, 1, task.steps / 2, true);
+    }
+    return false;
+  }
+
   // kSide boxes of gate and, from box kUpAt on, as many of up.
-  template <int kSide, int kUpAt>
+  template <int kSide, int kUpAt, bool kTail = false>
   __device__ __forceinline__ bool load_gate_up(const TileTask& task, const Product& product,
                                                bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[0]];
     const CUtensorMap* gate = &products_.map[product.b[0]];
     const CUtensorMap* up = &products_.map[product.b[1]];
     const int steps = task.steps, row = task.row0, column = task.col0, expert = task.expert;
-    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB;
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB +
+                           (kTail ? kTailBytes : 0);
     for (int k = 0; k < steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -187,6 +207,7 @@ class TileLoader {
       uint8_t* b = shared_.b[stage_.slot()];
       ptx::load_tensor(a, a_map, full, k, row, 0);
       if (both_halves) ptx::load_tensor(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
+      if constexpr (kTail) load_tail(a, product, full, k, row, 0);
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
         ptx::load_tensor(b + i * kGroupBytesB, gate, full, k, column + i * kGroupN, expert);
@@ -201,7 +222,7 @@ class TileLoader {
   }
 
   // `part`: which of the product's operands, for d_input.
-  template <bool kTransposedA, bool kTransposedB>
+  template <bool kTransposedA, bool kTransposedB, bool kTail = false>
   __device__ __forceinline__ bool load(const TileTask& task, const Product& product, int part,
                                        int steps, bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[part]];
@@ -211,7 +232,8 @@ class TileLoader {
     const int expert = kTransposedA ? 0 : task.expert;
     const int slice = kTransposedA ? product.a_slice : part;
     const int k0 = kTransposedA ? task.save_row0 : 0;
-    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB;
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB +
+                           (kTail ? kTailBytes : 0);
     for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -219,6 +241,7 @@ class TileLoader {
       uint8_t* b = shared_.b[stage_.slot()];
       load_box<kTransposedA>(a, a_map, full, k, row, slice);
       if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, slice);
+      if constexpr (kTail) load_tail(a, product, full, k, row, slice);
 #pragma unroll
       for (int i = 0; i < kTileN / kGroupN; ++i) {
         if (i < boxes) {
@@ -229,6 +252,13 @@ class TileLoader {
       stage_.advance();
     }
     return true;
+  }
+
+  // A tall tile's rows beyond the first kTileM.
+  __device__ __forceinline__ void load_tail(uint8_t* a, const Product& product, ptx::Mbarrier* full,
+                                            int k, int row, int slice) {
+    ptx::load_tensor(a + 2 * kHalfBytesA, &products_.tail_map[product.tail], full, k, row + kTileM,
+                     slice);
   }
 
   template <bool kTransposed>
@@ -284,6 +314,8 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
         at_.advance_low();
       } else if (Products::kFp8 && is_fp8(kind)) {
         this->run_fp8_tiles();
+      } else if (Products::kTall && is_tall(kind)) {
+        this->run_tall_tiles();
       } else if (!kBackward || GateUpEpilogue<Products>::takes(kind)) {
         run_tiles<GateUpEpilogue<Products>>();
       } else if (kind == TaskKind::d_hidden) {
@@ -324,8 +356,8 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
     Epilogue tile(products_);  // what is pending is of the task before at_'s
     Next next = Next::known;
     float acc[kTileN / 2];  // the first products of a tile overwrite it
-    if constexpr (Products::kFp8) {
-      // Left undefined, it would share registers with the sums of fp8 tiles in a way that has the
+    if constexpr (Products::kFp8 || Products::kTall) {
+      // Left undefined, it would share registers with the sums of fp8 and tall tiles in a way that has the
       // compiler wait for every wgmma (warning C7515).
 #pragma unroll
       for (float& sum : acc) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum));

@@ -81,6 +81,21 @@ struct HooksBase {
     return true;
   }
 
+  // A tall tile's rows beyond the first kTileM, those of the next tile; 0: the tile stands alone.
+  __device__ int tail_of(int tile) const {
+    if (rank.tail_rows == 0) return 0;
+    const plan::Tile& t = plan.s.tile[tile];
+    if (tile + 1 >= t.slice_begin + t.slice_tiles) return 0;
+    const int rows = plan.s.tile[tile + 1].rows;
+    return rows <= rank.tail_rows ? rows : 0;
+  }
+  // Whether the tile is computed with the one before it.
+  __device__ bool has_joined(int tile) const {
+    if (rank.tail_rows == 0) return false;
+    const plan::Tile& t = plan.s.tile[tile];
+    return t.rows <= rank.tail_rows && tile > t.slice_begin;
+  }
+
   // Waited for by the scheduler's warp.
   __device__ void fill_reduce(const plan::Task& task, TileTask& out) const {
     out.kind = TaskKind::reduce;
@@ -89,6 +104,7 @@ struct HooksBase {
     out.row0 = task.begin;
     out.rows = task.end - task.begin;
     out.wait_counter = kNoCounter;
+    out.tail_target = 0;
   }
 
   // Whole warp. What the plan states, waited for by one thread.
@@ -123,7 +139,9 @@ struct HooksBase {
   __device__ void set_wait(TileTask& out, plan::Wait w) const {
     out.wait_counter = entry(w.counter, w.index);
     out.wait_target = w.target;
-    if (ptx::load_acquire_gpu(at(out.wait_counter)) >= static_cast<uint32_t>(w.target)) {
+    if (ptx::load_acquire_gpu(at(out.wait_counter)) >= static_cast<uint32_t>(w.target) &&
+        (out.tail_target == 0 || ptx::load_acquire_gpu(at(out.wait_counter + 1)) >=
+                                     static_cast<uint32_t>(out.tail_target))) {
       out.wait_counter = kNoCounter;
       ptx::fence_proxy_async_global();  // for the loads, which come after this thread's arrival
     }
@@ -132,6 +150,9 @@ struct HooksBase {
   __device__ void wait_ready(const TileTask& task, plan::TaskKind kind) const {
     if (task.wait_counter == kNoCounter) return;
     waiter.counter(task.wait_counter, task.wait_target, static_cast<int>(kind));
+    if (task.tail_target > 0) {
+      waiter.counter(task.wait_counter + 1, task.tail_target, static_cast<int>(kind));
+    }
     ptx::fence_proxy_async_global();
   }
 };

@@ -16,6 +16,7 @@ void launch_for(const Launch<Args>& l) {
   params->ranks_here = static_cast<int32_t>(l.ranks.size());
   for (size_t i = 0; i < l.ranks.size(); ++i) {
     params->rank[i] = l.ranks[i].state;
+    if constexpr (Direction::template Tensors<kRanks>::kTall) params->rank[i].tail_rows = kTailRows;
     fill_products(l.ranks[i].state, l.shape, *l.ranks[i].args, &params->tensors[i]);
   }
   constexpr int kBytes = sizeof(LayerShared<Direction>);

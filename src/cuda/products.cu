@@ -51,6 +51,23 @@ class Encoder {
     }
   }
 
+  // Rows of the ring that a tall tile of `p` reads.
+  template <class Tensors>
+  void tail(Tensors* out, int number, Product& p, Buffer b, int64_t columns) {
+    tail(out, number, p, b, b, columns);
+  }
+  template <class Tensors>
+  void tail(Tensors* out, int number, Product& p, Buffer first, Buffer second, int64_t columns) {
+    if constexpr (Tensors::kTall) {
+      const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
+      const int64_t buffers = first == second ? 1 : 2;
+      const int64_t between = buffers == 1 ? ring_rows() * columns : (to - from) / 2;
+      encode(&out->tail_map[number],
+             {from, 3, columns, ring_rows(), buffers, columns, between, kTailRows});
+      p.tail = static_cast<int8_t>(number);
+    }
+  }
+
   // Codes, of which two stand for a bf16: rows of the ring, with their scales behind them.
   void codes(Map which, Buffer b, int64_t columns) {
     matrix(which, state_.at<void>(b), columns / 2, ring_rows(),
@@ -241,6 +258,7 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   product(kDInput) =
       rows_to(product_of(d_gate_up, mx ? kGateBackward : kGate, d_gate_up, mx ? kUpBackward : kUp),
               s.tables.row_destination);
+  maps.tail(out, kTailDGateUp, product(kDInput), Buffer::ring_d_gate, Buffer::ring_d_up, i);
   const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
                           int64_t width) {
     Product p = weight_grad(left, right, grad.mode, grad.target.data, grad.target.row_stride,
@@ -314,7 +332,6 @@ void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs
     maps.routed(w.gate, w.up, w.down);
   }
   maps.shared(w, a.x);
-  maps.finish();
   out->swiglu_limit = shape.swiglu_limit;
   out->product[kRoutedGateUp] = gate_up(kRingX, kGate, kUp, rows_of(s, Buffer::ring_hidden),
                                         a.saved.gate, a.saved.up, s.g.intermediate);
@@ -325,16 +342,23 @@ void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs
               a.saved.shared_up, s.g.shared_intermediate);
   out->product[kSharedDownProduct] =
       rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
+  maps.tail(out, kTailX, out->product[kRoutedGateUp], Buffer::ring_x, h);
+  maps.tail(out, kTailHidden, out->product[kRoutedDown], Buffer::ring_hidden, i);
+  maps.finish();
 }
 
 }  // namespace
 
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<false>* out) {
+                   ForwardTensors<1, false>* out) {
   fill_forward(s, shape, a, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<true>* out) {
+                   ForwardTensors<kMaxRanks, false>* out) {
+  fill_forward(s, shape, a, out);
+}
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors<1, true>* out) {
   fill_forward(s, shape, a, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,

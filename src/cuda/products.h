@@ -62,17 +62,25 @@ enum BackwardProduct : int16_t {
 // Weight gradients, in the order of their products.
 inline constexpr int kGradientMaps = 6;
 
-template <bool kFp8>
-using ForwardTensors = Products<kForwardMaps, kForwardProducts, 0, kFp8 ? kFp8Down + 1 : 0>;
+// Tails of tall tiles.
+enum ForwardTail : int8_t { kTailX, kTailHidden, kForwardTails };
+enum BackwardTail : int8_t { kTailDGateUp, kBackwardTails };
+
+template <int kRanks, bool kFp8>
+using ForwardTensors = Products<kForwardMaps, kForwardProducts, 0, kFp8 ? kFp8Down + 1 : 0,
+                                kRanks == 1 && !kFp8 ? kForwardTails : 0>;
 template <int kRanks, bool kFp8>
 using BackwardTensors = Products<kFp8 ? kBackwardFp8Maps : kBackwardMaps, kBackwardProducts,
-                                 kRanks == 1 ? kGradientMaps : 0, kFp8 ? kFp8DInput + 1 : 0>;
+                                 kRanks == 1 ? kGradientMaps : 0, kFp8 ? kFp8DInput + 1 : 0,
+                                 kRanks == 1 && !kFp8 ? kBackwardTails : 0>;
 
 // Throw bad_argument when a tensor map is refused.
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<false>* out);
+                   ForwardTensors<1, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<true>* out);
+                   ForwardTensors<kMaxRanks, false>* out);
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   ForwardTensors<1, true>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
                    BackwardTensors<1, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,

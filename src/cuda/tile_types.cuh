@@ -19,6 +19,7 @@ inline constexpr int kTileK = 64;
 inline constexpr int kHalfM = 64;           // rows of one consumer warpgroup
 inline constexpr int kHalfN = 128;          // gate columns (and up columns) of a gate-up tile
 inline constexpr int kTileInterGrad = 192;  // columns of a d_hidden tile
+inline constexpr int kTailRows = 16;        // of a tall tile, beyond kTileM; one load
 inline constexpr int kGroupN = 64;  // sizes are multiples of it; a load of B, an epilogue slot
 inline constexpr int kStages = 4;
 inline constexpr int kTaskSlots = 4;  // drawn, loading, multiplying, storing
@@ -68,17 +69,23 @@ enum class TaskKind : int16_t {
   gate_up_fp8,
   down_fp8,
   d_hidden_fp8,
-  d_input_fp8
+  d_input_fp8,
+  gate_up_tall,
+  down_tall,
+  d_input_tall
 };
-constexpr bool is_fp8(TaskKind kind) { return kind >= TaskKind::gate_up_fp8; }
+constexpr bool is_tall(TaskKind kind) { return kind >= TaskKind::gate_up_tall; }
+constexpr bool is_fp8(TaskKind kind) { return kind >= TaskKind::gate_up_fp8 && !is_tall(kind); }
 constexpr bool is_gate_up(TaskKind kind) {
-  return kind == TaskKind::gate_up || kind == TaskKind::gate_up_fp8;
+  return kind == TaskKind::gate_up || kind == TaskKind::gate_up_fp8 ||
+         kind == TaskKind::gate_up_tall;
 }
 
 // Whether the rows (a box row each) of an operand run along the contraction.
 constexpr bool a_is_transposed(TaskKind kind) { return kind == TaskKind::weight_grad; }
 constexpr bool b_is_transposed(TaskKind kind) {
-  return kind >= TaskKind::d_hidden && kind <= TaskKind::weight_grad;
+  return (kind >= TaskKind::d_hidden && kind <= TaskKind::weight_grad) ||
+         kind == TaskKind::d_input_tall;
 }
 // Columns that a whole tile multiplies at once.
 constexpr int product_columns(TaskKind kind) {
@@ -94,7 +101,7 @@ struct alignas(16) TileTask {
   TaskKind kind;
   int16_t product;    // index into Products
   int32_t steps;      // of the contraction, kTileK (pairs of codes) each; 0: an expert without rows
-  int32_t rows;       // valid rows of the result, 1 .. kTileM
+  int32_t rows;       // valid rows of the result, 1 .. kTileM, or up to kTailRows more
   int32_t cols;       // valid columns, a multiple of kGroupN
   int32_t row0;       // first row in A and in hidden, d_gate, d_up; of a gradient: in the matrix
   int32_t col0;       // first column of the result; row of the weight matrix
@@ -103,8 +110,9 @@ struct alignas(16) TileTask {
   int32_t save_rows;  // gate_up: rows of the tile whose gate and up are kept; d_hidden: rows to
                       // write, those beyond `rows` as zeros; weight_grad: GradFlags
   int32_t expert;     // third coordinate of the weight maps and gradients
-  int32_t wait_counter;  // the last three are for the hooks alone
+  int32_t wait_counter;  // from here on for the hooks alone
   int32_t wait_target;
+  int32_t tail_target;  // of the counter behind wait_counter; 0: not waited for
   int32_t done_counter;
 
   // Of a weight gradient: sums that come from or go to another window of the ring; a call with an
@@ -123,22 +131,23 @@ struct alignas(16) TileTask {
   };
   __device__ __forceinline__ Shape shape_of() const {
     if (kind == TaskKind::stop) return {0};  // the rest is not filled in
-    const bool narrow =
-        kind != TaskKind::gate_up_fp8 && cols * (kind == TaskKind::gate_up ? 2 : 1) <= kTileN / 2;
+    const bool pair = kind == TaskKind::gate_up || kind == TaskKind::gate_up_tall;
+    const bool narrow = kind != TaskKind::gate_up_fp8 && cols * (pair ? 2 : 1) <= kTileN / 2;
     const bool low_half = rows <= kHalfM;
     const bool carried_in = kind == TaskKind::weight_grad && (save_rows & kCarryIn) != 0;
-    const bool spreads = !narrow && !carried_in && steps > 0 && !is_fp8(kind);
+    const bool spreads = !narrow && !carried_in && steps > 0 && kind < TaskKind::gate_up_fp8;
     return {static_cast<uint32_t>(steps) | uint32_t{low_half} << 20 | uint32_t{narrow} << 21 |
             uint32_t{carried_in} << 22 | uint32_t{spreads} << 23 |
             static_cast<uint32_t>(kind) << 24};
   }
 };
-static_assert(sizeof(TileTask) == 48);
+static_assert(sizeof(TileTask) == 64);
 
 // A product's operands and results. Results are row-major bf16 with `row_elements` a row unless
 // said otherwise.
 struct Product {
   int8_t a[2], b[2];  // maps; the second ones are those of up: of b in gate_up, of both in d_input
+  int8_t tail;        // of the maps of tails: that of a
   int8_t a_slice;     // weight_grad: third coordinate in a's map (of d_input: 0 of gate, 1 of up)
   bool gate_in_ring;  // d_hidden: gate and up stand where d_gate does, at row0
   bool mx;            // hidden, d_gate and d_up are rounded to their MX blocks
@@ -181,6 +190,18 @@ struct GradientMaps<0> {
 };
 inline constexpr int kGradientBoxRows = 16;
 
+// Maps of the rows that tall tiles read, with boxes of kTailRows rows. The kernel of ranks that
+// share a GPU and those of fp8 have none, nor tall tiles.
+template <int kCount>
+struct TailMaps {
+  static constexpr bool kTall = true;
+  CUtensorMap tail_map[kCount];
+};
+template <>
+struct TailMaps<0> {
+  static constexpr bool kTall = false;
+};
+
 // Scales and codes of an fp8 product, E8M0 and E4M3. Rows of codes have their scales behind them:
 // one for each 128 codes, padded to 16 bytes.
 struct Fp8Operands {
@@ -206,8 +227,8 @@ struct Fp8Products<0> {
 
 // Kernel parameter (__grid_constant__): the copy engine reads the maps from it. All maps: bf16,
 // 128-byte swizzle, {columns, rows, experts}; those of operands with boxes of 64 x 64 x 1.
-template <int kMaps, int kProducts, int kGradientMaps = 0, int kFp8Count = 0>
-struct Products : GradientMaps<kGradientMaps>, Fp8Products<kFp8Count> {
+template <int kMaps, int kProducts, int kGradientMaps = 0, int kFp8Count = 0, int kTailMaps = 0>
+struct Products : GradientMaps<kGradientMaps>, Fp8Products<kFp8Count>, TailMaps<kTailMaps> {
   CUtensorMap map[kMaps];
   Product product[kProducts];
   float swiglu_limit;  // +infinity: none
@@ -215,7 +236,7 @@ struct Products : GradientMaps<kGradientMaps>, Fp8Products<kFp8Count> {
 
 // Dynamic shared memory; 1024-byte aligned because the kernel has no static shared memory.
 struct TileShared {
-  alignas(1024) uint8_t a[kStages][kTileM * kTileK * 2];
+  alignas(1024) uint8_t a[kStages][(kTileM + kTailRows) * kTileK * 2];
   alignas(1024) uint8_t b[kStages][kTileN * kTileK * 2];
   TileTask task[kTaskSlots];
   TileTask::Shape shape[kTaskSlots];

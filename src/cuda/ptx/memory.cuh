@@ -80,6 +80,13 @@ __device__ __forceinline__ void store_matrices(uint32_t shared_row, uint32_t m0,
                "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                : "memory");
 }
+// Turns an 8 x 8 matrix of bf16 over, each lane holding a pair as in a wgmma accumulator: from
+// columns lane / 4, rows 2 * (lane % 4) + {0, 1} to rows lane / 4, columns 2 * (lane % 4) + {0, 1}.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+  uint32_t turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
 // fence_proxy_async for shared memory alone.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,0 +1,201 @@
+// Tall tiles: an expert's last kTailRows rows or fewer, computed with the tile of 128 rows before
+// them, so that its weights are loaded once for both. The product is turned over: weights are
+// wgmma's rows, tokens its columns, of which there may be any multiple of eight.
+//
+//   warpgroup g    64 columns of gate and of up (or twice 64 columns), boxes first_box and
+//                  second_box of the stage's b, times 144 tokens of its a
+//
+// A tile is stored where it ends: with 144 accumulators there is no room for a pending one.
+// Accumulators become bf16 pairs, of two tokens each; blocks of 8 x 8 are turned over (movmatrix),
+// after which lanes hold them as those of any other tile: pairs of columns. Four blocks, of 16
+// tokens and 16 columns, are a piece; lanes exchange words until each has 16 bytes of a row.
+//
+// Bits: as in other tiles an element's products are added in one chain, K ascending.
+#pragma once
+
+#include "cuda/consumer.cuh"
+#include "cuda/epilogue.cuh"
+#include "cuda/swiglu.cuh"
+
+namespace mok::cuda {
+
+template <bool kBackward, class Products>
+class TallConsumer : protected Consumer<Products> {
+  using Base = Consumer<Products>;
+
+ protected:
+  using Base::Base;
+  using Base::shared_, Base::products_, Base::group_, Base::at_;
+
+  // Until a task comes that is none, or an abort.
+  __device__ __forceinline__ void run_tall_tiles() {
+    if constexpr (Products::kTall) {
+      do {
+        const TileTask::Shape shape = this->next_shape();
+        if (!is_tall(shape.kind())) return;
+        if (group_ > 0 && shape.narrow()) {
+          this->pass(shape.steps());
+          this->finish(at_.low());
+          at_.advance_low();
+          continue;
+        }
+        if (shape.kind() == TaskKind::gate_up_tall) {
+          run_tile<TaskKind::gate_up_tall>(shape);
+        } else if (!kBackward) {
+          run_tile<TaskKind::down_tall>(shape);
+        } else {
+          run_tile<TaskKind::d_input_tall>(shape);
+        }
+        this->finish(at_.low_before(1));
+      } while (this->wait_for_task());
+    }
+  }
+
+ private:
+  static constexpr int kTokens = kTileM + kTailRows;
+  static constexpr int kPieceTokens = 16;
+  static constexpr int kWords = kTokens / 2;
+  static constexpr int kPieceWords = 8;  // of both boxes
+
+  template <TaskKind kKind>
+  __device__ __forceinline__ void run_tile(TileTask::Shape shape) {
+    // Word kPieceWords * p + 4 * box + 2 * i + half: of piece p, tokens 8i .., columns 8 * half ..
+    uint32_t word[kWords];
+    multiply<kKind>(word, shape.steps());
+    const TileTask& task = shared_.task[at_.low_before(1)];
+    if constexpr (kKind == TaskKind::gate_up_tall) {
+      store_gate_up(word, task);
+    } else {
+      store_rows(word, task);
+    }
+  }
+
+  template <TaskKind kKind>
+  __device__ __forceinline__ void multiply(uint32_t (&word)[kWords], int steps) {
+    float acc[kTokens];  // of the first box, then of the second one
+    issue_step<kKind>(acc, false);
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {
+      issue_step<kKind>(acc, true);
+      ptx::wgmma_wait<1>();
+      this->release(at_.high_before(2));
+    }
+    at_.advance_low();
+    ptx::wgmma_wait<0>();
+    this->release(at_.high_before(1));
+    ptx::wgmma_settle<2 * kTokens>(acc);
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+      const int box = i / (kTokens / 4), in_box = i % (kTokens / 4);
+      const int piece = in_box / 4, in_piece = in_box % 4;
+      word[kPieceWords * piece + 4 * box + in_piece] = ptx::pack_bf16(acc[2 * i], acc[2 * i + 1]);
+    }
+  }
+
+  template <TaskKind kKind>
+  __device__ __forceinline__ void issue_step(float (&acc)[kTokens], bool add) {
+    constexpr bool kTransposed = b_is_transposed(kKind);
+    constexpr bool kGateUp = kKind == TaskKind::gate_up_tall;
+    wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
+    ptx::wgmma_fence();
+    const uint32_t b = ptx::shared_address(shared_.b[at_.high()]) +
+                       group_ * (kGateUp ? 1 : 2) * kGroupBytesB;
+    const ptx::Operand<kTransposed> first(b);
+    const ptx::Operand<kTransposed> second(b + (kGateUp ? 2 : 1) * kGroupBytesB);
+    const ptx::Operand<false> tokens(ptx::shared_address(shared_.a[at_.high()]));
+#pragma unroll
+    for (int k = 0; k < kTileK; k += 16) {
+      ptx::wgmma<kTokens, kTransposed, false>(acc, first.at(k), tokens.at(k), k > 0 || add);
+      ptx::wgmma<kTokens, kTransposed, false>(acc + kTokens / 2, second.at(k), tokens.at(k),
+                                              k > 0 || add);
+    }
+    ptx::wgmma_commit();
+    at_.advance_high();
+  }
+
+  // The lane's token in piece 0 and its first column in the warp's box.
+  static __device__ __forceinline__ int lane_token() {
+    const uint32_t lane = fresh_thread() % kWarp;
+    return static_cast<int>(lane % 4 / 2 * 8 + lane / 4);
+  }
+  static __device__ __forceinline__ int lane_column() {
+    const uint32_t thread = fresh_thread();
+    return static_cast<int>(thread % kWarpgroup / kWarp * 16 + thread % 2 * 8);
+  }
+
+  // Four blocks: pairs of tokens -> pairs of columns.
+  static __device__ __forceinline__ void turn(const uint32_t* word, uint32_t (&m)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[i] = ptx::transpose_matrix(word[i]);
+  }
+  // The first piece's words make room for the next one's.
+  static __device__ __forceinline__ void move_up(uint32_t (&word)[kWords]) {
+#pragma unroll
+    for (int i = 0; i < kWords - kPieceWords; ++i) word[i] = word[i + kPieceWords];
+  }
+  static __device__ __forceinline__ void store(uint64_t to, const uint32_t (&m)[4], bool valid) {
+    const uint32_t lane = fresh_thread();
+    const uint4 v = transpose_quad(m, lane & 1, lane & 2);
+    if (valid) ptx::store_global_16(reinterpret_cast<void*>(to), v);
+  }
+
+  __device__ __forceinline__ void store_gate_up(uint32_t (&word)[kWords], const TileTask& task) {
+    const auto& out = products_.product[task.product].gate_up;
+    const uint32_t row_bytes = static_cast<uint32_t>(out.row_elements) * 2;
+    const int columns = group_ * kGroupN;
+    if (columns >= task.cols) return;
+    const uint32_t column = (task.col0 + columns + lane_column()) * 2;
+    int token = lane_token();
+    uint64_t hidden = reinterpret_cast<uint64_t>(out.hidden) + column +
+                      uint64_t{row_bytes} * (task.row0 + token);
+    uint64_t gate = reinterpret_cast<uint64_t>(out.gate) + column +
+                    uint64_t{row_bytes} * (task.save_row0 + token);
+    const uint64_t up_minus_gate =
+        reinterpret_cast<uint64_t>(out.up) - reinterpret_cast<uint64_t>(out.gate);
+    const bool wanted = out.hidden != nullptr;
+#pragma unroll 1
+    for (int first = 0; first < task.rows; first += kPieceTokens) {
+      uint32_t g[4], u[4], h[4];
+      turn(word, g);
+      turn(word + 4, u);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) h[i] = swiglu_pair(g[i], u[i], products_.swiglu_limit);
+      if (task.save_rows > 0) {
+        store(gate, g, token < task.save_rows);
+        store(gate + up_minus_gate, u, token < task.save_rows);
+      }
+      store(hidden, h, wanted && token < task.rows);
+      move_up(word);
+      token += kPieceTokens;
+      hidden += uint64_t{row_bytes} * kPieceTokens;
+      gate += uint64_t{row_bytes} * kPieceTokens;
+    }
+  }
+
+  // Each row at its own destination.
+  __device__ __forceinline__ void store_rows(uint32_t (&word)[kWords], const TileTask& task) {
+    const Product& product = products_.product[task.product];
+    const int columns = group_ * 2 * kGroupN;
+    const uint32_t column = (task.col0 + columns + lane_column()) * 2;
+    const bool both = columns + kGroupN < task.cols;
+    int token = lane_token();
+    const auto destination = [&]() -> uint64_t {
+      return token < task.rows ? row_destination(task, product, token, column) : 0;
+    };
+    uint64_t to = destination();
+#pragma unroll 1
+    for (int first = 0; first < task.rows; first += kPieceTokens) {
+      token += kPieceTokens;
+      const uint64_t next = destination();
+      uint32_t m[4];
+      turn(word, m);
+      store(to, m, to != 0);
+      turn(word + 4, m);
+      store(to + kGroupN * 2, m, to != 0 && both);
+      move_up(word);
+      to = next;
+    }
+  }
+};
+
+}  // namespace mok::cuda
