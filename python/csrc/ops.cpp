@@ -140,13 +140,14 @@ constexpr const char* kArguments =
 constexpr const char* kCarried =
     "Tensor? main_gate, Tensor? main_up, Tensor? main_down, Tensor? main_shared_gate, "
     "Tensor? main_shared_up, Tensor? main_shared_down, Tensor? main_shared_gate_vector, ";
-constexpr const char* kSettings = "int saved_rows, int layout, Tensor[] quantized)";
+// quantized: null rather than empty, for a list costs the host two microseconds, empty or not.
+constexpr const char* kSettings = "int saved_rows, int layout, Tensor[]? quantized)";
 
 // keep: there will be a backward. A part of what it needs that is empty is no tensor here, because
 // each costs the host microseconds.
 auto compute(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
              const Weights& weights, int64_t workspace, bool keep, int64_t saved_rows,
-             int64_t layout, const std::vector<Tensor>& quantized) {
+             int64_t layout, const OptionalTensors& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     Arguments views;
@@ -188,7 +189,7 @@ auto forward(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, Option
              Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
              OptionalTensor shared_down, OptionalTensor gate_vector, OptionalTensor, OptionalTensor,
              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-             int64_t workspace, int64_t saved_rows, int64_t layout, std::vector<Tensor> quantized) {
+             int64_t workspace, int64_t saved_rows, int64_t layout, OptionalTensors quantized) {
   auto [y, hash, saved] = compute(
       x, topk_ids, topk_weights, {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
       workspace, true, saved_rows, layout, quantized);
@@ -200,7 +201,7 @@ auto forward(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, Option
 auto forward_eager(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, OptionalTensor up,
                    Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
                    OptionalTensor shared_down, OptionalTensor gate_vector, int64_t workspace,
-                   bool keep, int64_t saved_rows, int64_t layout, std::vector<Tensor> quantized) {
+                   bool keep, int64_t saved_rows, int64_t layout, OptionalTensors quantized) {
   return compute(x, topk_ids, topk_weights,
                  {std::move(gate), std::move(up), std::move(down), std::move(shared_gate),
                   std::move(shared_up), std::move(shared_down), std::move(gate_vector)},
@@ -240,7 +241,7 @@ std::string backward_schema(const std::string& name, const std::string& more_arg
          "Tensor? w_up, Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, "
          "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor? routing_hash, "
          "Tensor? saved, int workspace, int layout, int needs, "
-         "Tensor[] quantized" +
+         "Tensor[]? quantized" +
          more_arguments + ") -> (" + returned + ")";
 }
 
@@ -304,7 +305,7 @@ struct WeightGradients {
 Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tensor& x,
                         const Tensor& topk_ids, const Tensor& topk_weights, const Weights& weights,
                         const OptionalTensor& hash, const OptionalTensor& saved, int64_t workspace,
-                        int64_t layout, int64_t needs, const std::vector<Tensor>& quantized) {
+                        int64_t layout, int64_t needs, const OptionalTensors& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     Arguments views;
@@ -374,7 +375,7 @@ auto backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor
               OptionalTensor up, Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
               OptionalTensor shared_down, OptionalTensor gate_vector, OptionalTensor routing_hash,
               OptionalTensor saved, int64_t workspace, int64_t layout, int64_t needs,
-              std::vector<Tensor> quantized) {
+              OptionalTensors quantized) {
   Gradients grads =
       differentiate({}, d_y, x, topk_ids, topk_weights,
                     {std::move(gate), std::move(up), std::move(down), std::move(shared_gate),
@@ -390,7 +391,7 @@ auto backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weig
                          OptionalTensor shared_up, OptionalTensor shared_down,
                          OptionalTensor gate_vector, OptionalTensor routing_hash,
                          OptionalTensor saved, int64_t workspace, int64_t layout, int64_t needs,
-                         std::vector<Tensor> quantized, OptionalTensor main_gate,
+                         OptionalTensors quantized, OptionalTensor main_gate,
                          OptionalTensor main_up, OptionalTensor main_down,
                          OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
                          OptionalTensor main_shared_down, OptionalTensor main_gate_vector) {

@@ -212,29 +212,33 @@ void Arguments::quantized_one(const std::vector<Tensor>& q, const Sizes& s, cons
   }
 }
 
-void Arguments::quantized_forward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w) {
+void Arguments::quantized_forward(const OptionalTensors& given, const Sizes& s, LayerWeights& w) {
   using Q = QuantizedWeights;
   using R = RoundedWeights;
   const int64_t h = s.hidden, i = s.intermediate;
   const bool wanted = is_quantized(s.precision);
-  if (wanted ? q.size() != 6 && q.size() != 12 : !q.empty()) {
-    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
+  const size_t count = given ? given->size() : 0;
+  if (wanted ? count != 6 && count != 12 : count != 0) {
+    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(count) + " tensors");
   }
   if (!wanted) return;
+  const auto& q = *given;
   quantized_one(q, s, {"gate", "gate", 0, i, h, false, &Q::gate, &R::gate}, w);
   quantized_one(q, s, {"up", "up", 1, i, h, false, &Q::up, &R::up}, w);
   quantized_one(q, s, {"down", "down", 2, h, i, false, &Q::down, &R::down}, w);
 }
 
-void Arguments::quantized_backward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w) {
+void Arguments::quantized_backward(const OptionalTensors& given, const Sizes& s, LayerWeights& w) {
   using Q = QuantizedWeights;
   using R = RoundedWeights;
   const int64_t h = s.hidden, i = s.intermediate;
   const bool wanted = is_quantized(s.precision);
-  if (wanted ? q.size() != 10 && (q.size() != 5 || s.device == kCpu) : !q.empty()) {
-    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
+  const size_t count = given ? given->size() : 0;
+  if (wanted ? count != 10 && (count != 5 || s.device == kCpu) : count != 0) {
+    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(count) + " tensors");
   }
   if (!wanted) return;
+  const auto& q = *given;
   quantized_one(q, s, {"gate", "gate", 0, i, h, false, &Q::gate, &R::gate}, w);
   quantized_one(q, s, {"up", "up", 1, i, h, false, &Q::up, &R::up}, w);
   quantized_one(q, s, {"gate_t", "gate_backward", 2, h, i, true, &Q::gate_t, &R::gate_backward}, w);

@@ -65,7 +65,7 @@ def _gradients(ctx, d_y, tensors, wanted):
         d_y = torch.zeros_like(arguments[0])
     operands = (
         d_y, *arguments, ctx.routing_hash, saved, ctx.workspace, ctx.layout, _bits(wanted),
-        for_backward(quantized) if quantized else [],
+        for_backward(quantized) if quantized else None,
     )  # fmt: skip
     if any([main_grad is not None for main_grad in main_grads]):
         if torch.is_grad_enabled():  # create_graph=True
@@ -81,7 +81,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, workspace, _, layout, quantized = inputs
     arguments, main_grads = tensors[:10], tensors[10:]
     _, routing_hash, saved = output
-    ctx.save_for_backward(*arguments, saved, *quantized)
+    ctx.save_for_backward(*arguments, saved, *(quantized or ()))
     # These stay what they were at forward: main_grads may change between forward and backward, and
     # the hash must not be that of a recomputed forward (activation checkpointing).
     ctx.main_grads = tuple(main_grads)
@@ -97,7 +97,7 @@ def _backward(ctx, d_y, *_):
     needs = ctx.needs_input_grad
     wanted = (needs[0], *needs[2:10])  # all but topk_ids
     d_x, *others = _gradients(ctx, d_y, tensors, wanted)
-    return (d_x, None, *others, *(None,) * 10, [None] * len(tensors[11:]))
+    return (d_x, None, *others, *(None,) * 10, [None] * len(tensors[11:]) or None)
 
 
 def _no_second_derivative(*_):
@@ -128,7 +128,7 @@ class _MoE(torch.autograd.Function):
         y, routing_hash, saved = _FORWARD_EAGER(
             *arguments, workspace, True, saved_rows, layout, quantized
         )
-        ctx.save_for_backward(*arguments, saved, *quantized)
+        ctx.save_for_backward(*arguments, saved, *(quantized or ()))
         ctx.call = workspace, layout, main_grads, routing_hash  # not saved: see _setup_context
         ctx.set_materialize_grads(False)
         return y
@@ -142,7 +142,7 @@ class _MoE(torch.autograd.Function):
         operands = (
             d_y, *tensors[:10], routing_hash, tensors[10], workspace, layout,
             _eager_bits(ctx.needs_input_grad),
-            for_backward(tensors[11:]) if len(tensors) > 11 else [],
+            for_backward(tensors[11:]) if len(tensors) > 11 else None,
         )  # fmt: skip
         if main_grads is not None:
             if torch.is_grad_enabled():  # create_graph=True
@@ -409,7 +409,7 @@ def _call(
         main_grads = main_grads_of(owners, weights[2].dtype)
         if all([main_grad is None for main_grad in main_grads]):
             main_grads = None
-    fp8 = []
+    fp8 = None
     if precision in QUANTIZED:
         fp8 = list(quantized or _quantize_weights(precision, *weights[:3], layout=layout))
     differentiable = torch.is_grad_enabled() and (
