@@ -249,7 +249,7 @@ def main_grads_of(weights: tuple, dtype: torch.dtype) -> tuple:
         )  # fmt: skip
         if wrong is None and main_grad.requires_grad:
             wrong = ValueError(f"{name}.main_grad: must not require grad")
-        if wrong is None and main_grad.shape[-1] > 1 and main_grad.stride(-1) != 1:
+        if wrong is None and main_grad.stride(-1) != 1 and main_grad.shape[-1] > 1:
             wrong = ValueError(f"{name}.main_grad: its rows must be contiguous")
         if wrong is not None:
             raise wrong
