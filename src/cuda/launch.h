@@ -20,6 +20,7 @@ struct Launch {
   };
   std::vector<Rank> ranks;  // that share the current GPU, 1 .. kMaxRanks; blocks are divided
   LayerShape shape;
+  int device = 0;  // the current GPU
   int blocks = 0;
   cudaStream_t stream = nullptr;
 };
