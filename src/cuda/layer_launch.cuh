@@ -35,8 +35,9 @@ void launch_for(const Launch<Args>& l) {
   auto params = std::make_unique<LayerParams<Direction, kRanks>>();
   params->ranks_here = static_cast<int32_t>(l.ranks.size());
   for (size_t i = 0; i < l.ranks.size(); ++i) {
-    params->rank[i] = l.ranks[i].state;
-    fill_products(l.ranks[i].state, l.shape, *l.ranks[i].args, &params->tensors[i]);
+    const auto& [state, args, maps] = l.ranks[i];
+    params->rank[i] = state;
+    fill_products(state, l.shape, *args, *maps, &params->tensors[i]);
   }
   constexpr int kBytes = sizeof(LayerShared<Direction>);
   static_assert(sizeof(LayerParams<Direction, kRanks>) <= 32764);

@@ -214,7 +214,9 @@ struct Workspace::Impl {
         l.stream = stream;
         l.blocks = gpu.blocks();
         for (const int i : here) {
-          if (ranks[i].rank() != now.absent_rank) l.ranks.push_back({state_of(i), &args[i]});
+          if (ranks[i].rank() == now.absent_rank) continue;
+          const RankState state = state_of(i);
+          l.ranks.push_back({state, &args[i], &ranks[i].maps(state.g.direction)});
         }
         gpu.in_order(stream, [&] {
           for (const int i : here) {
