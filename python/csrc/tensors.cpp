@@ -88,13 +88,20 @@ void check(const char* name, const Tensor& t, std::initializer_list<int64_t> siz
   }
 }
 
-// Not torch::stable::new_empty, which looks an operator up by its name: microseconds each time.
-Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, ScalarType type) {
+namespace {
+std::array<int64_t, 4> contiguous_strides(const int64_t* sizes, size_t dimensions) {
   std::array<int64_t, 4> strides{};
   int64_t stride = 1;
   for (size_t i = dimensions; i-- > 0; stride *= std::max<int64_t>(1, sizes[i])) {
     strides[i] = stride;
   }
+  return strides;
+}
+}  // namespace
+
+// Not torch::stable::new_empty, which looks an operator up by its name: microseconds each time.
+Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, ScalarType type) {
+  const auto strides = contiguous_strides(sizes, dimensions);
   int32_t device_type = 0, device_index = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
@@ -103,6 +110,14 @@ Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, Scalar
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(dimensions), sizes,
                                                          strides.data(), dtype, device_type,
                                                          device_index, &made));
+  return Tensor(made);
+}
+
+Tensor part(const Tensor& block, int64_t first, const int64_t* sizes, size_t dimensions) {
+  const auto strides = contiguous_strides(sizes, dimensions);
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      block.get(), static_cast<int64_t>(dimensions), sizes, strides.data(), first, &made));
   return Tensor(made);
 }
 

@@ -123,6 +123,8 @@ Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, Scalar
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return empty(like, sizes.begin(), sizes.size(), type);
 }
+// A contiguous tensor in the memory of a new one, from its element `first` on.
+Tensor part(const Tensor& block, int64_t first, const int64_t* sizes, size_t dimensions);
 
 // The core takes a null pointer for "not wanted" or "not kept", which an empty tensor is not.
 inline void* data(const Tensor& t) {
