@@ -1,13 +1,16 @@
 """The layer called from Python: the GPU's time, and the host's, beside the program's (mok bench).
 
     python3 bench/cuda/python_layer.py [--mok build/cuda/mok] qwen3-30b-a3b:8192 deepseek-v3:4096
+    python3 bench/cuda/python_layer.py --host 5 qwen3-30b-a3b:64    the host's time alone, 5 times
 
 GPU: medians of forward and backward (bf16 gradients of everything), enqueued one after another,
 taken before and after the program's; the middle of both counts. Calls are many, because a card that
 was idle runs faster at first.
 Host: medians of what a call of mok.moe and of backward takes until it returns, at few tokens, and
 of an autograd.Function with as many tensors that does nothing, its gradients being there already,
-or made anew without values: PyTorch's own part. What a call returns is freed after its time.
+or made anew without values: PyTorch's own part. What a call returns is freed after its time. The
+GPU is waited for every tenth time, outside of what is timed, so the host never waits for room in
+its queue.
 """
 
 import argparse
@@ -122,6 +125,17 @@ def host_us(name, tokens=64, repeat=300):
     return [1e6 * statistics.median(t[20:]) for t in times]
 
 
+def host_text(times) -> str:
+    bare, kept, back, *nothing = times
+    return (
+        f"host {bare:.0f} us forward, {kept:.0f} with gradients, {back:.0f} backward"
+        f"; a Function of nothing {nothing[0]:.0f} and {nothing[1]:.0f}"
+        f", with new gradients {nothing[2]:.0f} and {nothing[3]:.0f}"
+        f"; beyond nothing {kept - nothing[0]:.0f} and {back - nothing[1]:.0f}"
+        f", beyond new gradients {kept - nothing[2]:.0f} and {back - nothing[3]:.0f}"
+    )
+
+
 def program_ms(program, name, tokens):
     command = [program, "bench", "--device", "cuda", "--model", name, "--tokens", str(tokens),
                "--routing", "uniform", "--pass", "both", "--repeat", str(REPEAT),
@@ -138,10 +152,17 @@ def main():
     )
     parser.add_argument("problems", nargs="+", metavar="MODEL:TOKENS")
     parser.add_argument("--mok", help="the program, for comparison")
+    parser.add_argument("--host", type=int, metavar="N", help="the host's time alone, N times")
     options = parser.parse_args()
     for problem in options.problems:
         name, tokens = problem.split(":")
         group = mok.init(max_tokens=int(tokens))
+        if options.host:
+            for _ in range(options.host):
+                print(f"{name}: {host_text(host_us(name))}", flush=True)
+            group.close()
+            torch.cuda.empty_cache()
+            continue
         before = gpu_ms(name, int(tokens))
         theirs = program_ms(options.mok, name, int(tokens)) if options.mok else None
         after = gpu_ms(name, int(tokens))
@@ -150,10 +171,7 @@ def main():
         if theirs:
             line += f"; program {theirs[0]:.3f} and {theirs[1]:.3f} ms"
             line += f", Python {(sum(before) + sum(after)) / 2 / sum(theirs) - 1:+.1%}"
-        bare, kept, back, *nothing = host_us(name)
-        line += f"; host {bare:.0f} us forward, {kept:.0f} with gradients, {back:.0f} backward"
-        line += f"; a Function of nothing {nothing[0]:.0f} and {nothing[1]:.0f}"
-        print(f"{line}, with new gradients {nothing[2]:.0f} and {nothing[3]:.0f}", flush=True)
+        print(f"{line}; {host_text(host_us(name))}", flush=True)
         group.close()
         torch.cuda.empty_cache()
 

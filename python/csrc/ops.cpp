@@ -140,13 +140,14 @@ constexpr const char* kArguments =
 constexpr const char* kCarried =
     "Tensor? main_gate, Tensor? main_up, Tensor? main_down, Tensor? main_shared_gate, "
     "Tensor? main_shared_up, Tensor? main_shared_down, Tensor? main_shared_gate_vector, ";
-constexpr const char* kSettings = "int saved_rows, int layout, Tensor[] quantized)";
+// quantized: null rather than empty, for a list costs the host two microseconds, empty or not.
+constexpr const char* kSettings = "int saved_rows, int layout, Tensor[]? quantized)";
 
 // keep: there will be a backward. A part of what it needs that is empty is no tensor here, because
 // each costs the host microseconds.
 auto compute(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
              const Weights& weights, int64_t workspace, bool keep, int64_t saved_rows,
-             int64_t layout, const std::vector<Tensor>& quantized) {
+             int64_t layout, const OptionalTensors& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     Arguments views;
@@ -188,7 +189,7 @@ auto forward(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, Option
              Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
              OptionalTensor shared_down, OptionalTensor gate_vector, OptionalTensor, OptionalTensor,
              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-             int64_t workspace, int64_t saved_rows, int64_t layout, std::vector<Tensor> quantized) {
+             int64_t workspace, int64_t saved_rows, int64_t layout, OptionalTensors quantized) {
   auto [y, hash, saved] = compute(
       x, topk_ids, topk_weights, {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
       workspace, true, saved_rows, layout, quantized);
@@ -200,7 +201,7 @@ auto forward(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, Option
 auto forward_eager(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate, OptionalTensor up,
                    Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
                    OptionalTensor shared_down, OptionalTensor gate_vector, int64_t workspace,
-                   bool keep, int64_t saved_rows, int64_t layout, std::vector<Tensor> quantized) {
+                   bool keep, int64_t saved_rows, int64_t layout, OptionalTensors quantized) {
   return compute(x, topk_ids, topk_weights,
                  {std::move(gate), std::move(up), std::move(down), std::move(shared_gate),
                   std::move(shared_up), std::move(shared_down), std::move(gate_vector)},
@@ -227,22 +228,29 @@ auto outputs(const Make& make) {
 }
 
 std::string backward_schema(const std::string& name, const std::string& more_arguments,
-                            const std::string& tensor) {
-  const char* const gradients[] = {"d_x",         "d_topk_weights", "d_gate",
-                                   "d_up",        "d_down",         "d_shared_gate",
-                                   "d_shared_up", "d_shared_down",  "d_shared_gate_vector"};
-  std::string returned;
-  for (const char* gradient : gradients) {
-    returned += (returned.empty() ? "" : ", ") + tensor + " " + gradient;
-  }
+                            const std::string& returned) {
   return name +
          "(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, "
          "Tensor? w_up, Tensor w_down, Tensor? w_shared_gate, Tensor? w_shared_up, "
          "Tensor? w_shared_down, Tensor? shared_gate_vector, Tensor? routing_hash, "
          "Tensor? saved, int workspace, int layout, int needs, "
-         "Tensor[] quantized" +
+         "Tensor[]? quantized" +
          more_arguments + ") -> (" + returned + ")";
 }
+
+constexpr const char* kGradients =
+    "Tensor? d_x, Tensor? d_topk_weights, Tensor? d_gate, Tensor? d_up, Tensor? d_down, "
+    "Tensor? d_shared_gate, Tensor? d_shared_up, Tensor? d_shared_down, "
+    "Tensor? d_shared_gate_vector";
+constexpr const char* kGradientsOrEmpty =
+    "Tensor d_x, Tensor d_topk_weights, Tensor d_gate, Tensor d_up, Tensor d_down, "
+    "Tensor d_shared_gate, Tensor d_shared_up, Tensor d_shared_down, "
+    "Tensor d_shared_gate_vector";
+// Those of a letter share a block of memory, each with a part of its own.
+constexpr const char* kGradientsInBlocks =
+    "Tensor? d_x, Tensor? d_topk_weights, Tensor(r)? d_gate, Tensor(r)? d_up, Tensor(r)? d_down, "
+    "Tensor(s)? d_shared_gate, Tensor(s)? d_shared_up, Tensor(s)? d_shared_down, "
+    "Tensor(s)? d_shared_gate_vector";
 
 // Of backward_accumulate: the gradient of a weight with a main_grad is added there, not returned.
 constexpr const char* kMainGrads =
@@ -266,6 +274,13 @@ void check_main_grad(const std::string& name, const Tensor& main_grad, const Ten
   }
 }
 
+// How new gradients of weights are taken from PyTorch.
+enum class Allocation {
+  each,   // for itself, as graphs must have it: an operator's outputs do not share memory there
+  blocks  // of the routed experts in one block, of the shared expert in another: an allocation
+          // costs the host microseconds. The memory goes back with a block's last gradient
+};
+
 // Where the weights' gradients go: into new tensors, or into main_grads, or nowhere.
 struct WeightGradients {
   std::array<OptionalTensor, kWeights> out;
@@ -273,7 +288,7 @@ struct WeightGradients {
   std::array<const Tensor*, kWeights> target{};
 
   WeightGradients(const Weights& weights, const Weights& main_grads, int64_t needs, const Sizes& s,
-                  const Tensor& like) {
+                  const Tensor& like, Allocation allocation) {
     for (int i = 0; i < kWeights; ++i) {
       const bool wanted = weights[i].has_value() && ((needs >> (kFirstWeightBit + i)) & 1) != 0;
       if (wanted && main_grads[i]) {
@@ -281,11 +296,20 @@ struct WeightGradients {
         mode[i] = GradMode::accumulate;
         target[i] = &*main_grads[i];
       } else if (wanted) {
+        mode[i] = GradMode::storage;
+      }
+    }
+    if (allocation == Allocation::blocks) {
+      take_block(weights, w_gate, w_down, s, like);
+      take_block(weights, w_shared_gate, shared_gate_vector, s, like);
+    }
+    for (int i = 0; i < kWeights; ++i) {
+      if (mode[i] != GradMode::storage) continue;
+      if (!out[i]) {
         const auto sizes = weights[i]->sizes();
         out[i] = empty(like, sizes.data(), sizes.size(), s.type);
-        mode[i] = GradMode::storage;
-        target[i] = &*out[i];
       }
+      target[i] = &*out[i];
     }
   }
   WeightGradients(const WeightGradients&) = delete;  // `target` points into `out`
@@ -299,12 +323,35 @@ struct WeightGradients {
     if (mode[i] == GradMode::none) return {};
     return {{data(*target[i]), target[i]->stride(0)}, mode[i]};
   }
+
+ private:
+  // For the new gradients from `first` to `last`, if there are several.
+  void take_block(const Weights& weights, int first, int last, const Sizes& s, const Tensor& like) {
+    constexpr int64_t kAlignment = 256;  // elements: as far apart as PyTorch's own
+    std::array<int64_t, kWeights> begin{};
+    int64_t elements = 0;
+    int count = 0;
+    for (int i = first; i <= last; ++i) {
+      if (mode[i] != GradMode::storage) continue;
+      begin[i] = elements;
+      elements += (weights[i]->numel() + kAlignment - 1) / kAlignment * kAlignment;
+      ++count;
+    }
+    if (count < 2) return;
+    const Tensor block = empty(like, {elements}, s.type);
+    for (int i = first; i <= last; ++i) {
+      if (mode[i] != GradMode::storage) continue;
+      const auto sizes = weights[i]->sizes();
+      out[i] = part(block, begin[i], sizes.data(), sizes.size());
+    }
+  }
 };
 
-Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tensor& x,
-                        const Tensor& topk_ids, const Tensor& topk_weights, const Weights& weights,
-                        const OptionalTensor& hash, const OptionalTensor& saved, int64_t workspace,
-                        int64_t layout, int64_t needs, const std::vector<Tensor>& quantized) {
+Gradients differentiate(Allocation allocation, const Weights& main_grads, const Tensor& d_y,
+                        const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
+                        const Weights& weights, const OptionalTensor& hash,
+                        const OptionalTensor& saved, int64_t workspace, int64_t layout,
+                        int64_t needs, const OptionalTensors& quantized) {
   return run(workspace, [&](WorkspaceEntry& entry, bool& reached_core) {
     const Sizes s(entry);
     Arguments views;
@@ -340,7 +387,7 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
       d_topk_weights = empty(x, {args.tokens, s.topk}, s.sum_type);
       args.d_topk_weights = data(*d_topk_weights);
     }
-    const WeightGradients grads(weights, main_grads, needs, s, x);
+    const WeightGradients grads(weights, main_grads, needs, s, x, allocation);
     args.d_gate = grads.stack(w_gate);
     if (layout == split) {
       args.d_up = grads.stack(w_up);
@@ -370,32 +417,34 @@ Gradients differentiate(const Weights& main_grads, const Tensor& d_y, const Tens
   });
 }
 
+// Of graphs, or of the eager path.
+template <bool kEager>
 auto backward(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
               OptionalTensor up, Tensor down, OptionalTensor shared_gate, OptionalTensor shared_up,
               OptionalTensor shared_down, OptionalTensor gate_vector, OptionalTensor routing_hash,
               OptionalTensor saved, int64_t workspace, int64_t layout, int64_t needs,
-              std::vector<Tensor> quantized) {
-  Gradients grads =
-      differentiate({}, d_y, x, topk_ids, topk_weights,
-                    {std::move(gate), std::move(up), std::move(down), std::move(shared_gate),
-                     std::move(shared_up), std::move(shared_down), std::move(gate_vector)},
-                    routing_hash, saved, workspace, layout, needs, quantized);
+              OptionalTensors quantized) {
+  Gradients grads = differentiate(
+      kEager ? Allocation::blocks : Allocation::each, {}, d_y, x, topk_ids, topk_weights,
+      {std::move(gate), std::move(up), std::move(down), std::move(shared_gate),
+       std::move(shared_up), std::move(shared_down), std::move(gate_vector)},
+      routing_hash, saved, workspace, layout, needs, quantized);
   return outputs([&](size_t i) { return std::move(grads[i]); });
 }
 
-// Of graphs, or of the eager path.
 template <bool kEager>
 auto backward_accumulate(Tensor d_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate,
                          OptionalTensor up, Tensor down, OptionalTensor shared_gate,
                          OptionalTensor shared_up, OptionalTensor shared_down,
                          OptionalTensor gate_vector, OptionalTensor routing_hash,
                          OptionalTensor saved, int64_t workspace, int64_t layout, int64_t needs,
-                         std::vector<Tensor> quantized, OptionalTensor main_gate,
+                         OptionalTensors quantized, OptionalTensor main_gate,
                          OptionalTensor main_up, OptionalTensor main_down,
                          OptionalTensor main_shared_gate, OptionalTensor main_shared_up,
                          OptionalTensor main_shared_down, OptionalTensor main_gate_vector) {
   const Gradients grads =
-      differentiate({main_gate, main_up, main_down, main_shared_gate, main_shared_up,
+      differentiate(kEager ? Allocation::blocks : Allocation::each,
+                    {main_gate, main_up, main_down, main_shared_gate, main_shared_up,
                      main_shared_down, main_gate_vector},
                     d_y, x, topk_ids, topk_weights,
                     {gate, up, down, shared_gate, shared_up, shared_down, gate_vector},
@@ -417,15 +466,15 @@ STABLE_TORCH_LIBRARY(mok, m) {
   m.def((std::string("forward") + kArguments + kCarried + "int workspace, " + kSettings +
          " -> (Tensor y, Tensor routing_hash, Tensor saved)")
             .c_str());
-  m.def(backward_schema("backward", "", "Tensor?").c_str());
-  m.def(backward_schema("backward_accumulate", kMainGrads, "Tensor").c_str());
+  m.def(backward_schema("backward", "", kGradients).c_str());
+  m.def(backward_schema("backward_accumulate", kMainGrads, kGradientsOrEmpty).c_str());
   // The eager path's (python/mok/autograd.py): without a formula of their own, without arguments
   // that are not read and outputs that are empty.
   m.def((std::string("forward_eager") + kArguments + "int workspace, bool keep, " + kSettings +
          " -> (Tensor y, Tensor? routing_hash, Tensor? saved)")
             .c_str());
-  m.def(backward_schema("backward_eager", "", "Tensor?").c_str());
-  m.def(backward_schema("backward_accumulate_eager", kMainGrads, "Tensor?").c_str());
+  m.def(backward_schema("backward_eager", "", kGradientsInBlocks).c_str());
+  m.def(backward_schema("backward_accumulate_eager", kMainGrads, kGradientsInBlocks).c_str());
 }
 
 // The workspace knows its executor.
@@ -433,10 +482,10 @@ template <class Library>
 void implement(Library& m) {
   m.impl("routing_hash", TORCH_BOX(&routing_hash));
   m.impl("forward", TORCH_BOX(&forward));
-  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("backward", TORCH_BOX(&backward<false>));
   m.impl("backward_accumulate", TORCH_BOX(&backward_accumulate<false>));
   m.impl("forward_eager", TORCH_BOX(&forward_eager));
-  m.impl("backward_eager", TORCH_BOX(&backward));
+  m.impl("backward_eager", TORCH_BOX(&backward<true>));
   m.impl("backward_accumulate_eager", TORCH_BOX(&backward_accumulate<true>));
 }
 

@@ -15,15 +15,29 @@ std::string shape_text(const int64_t* sizes, int64_t count) {
   return text + "]";
 }
 
-// Rows of `columns` contiguous elements that do not overlap; strides of single rows mean nothing.
-bool rows_fit(const Tensor& t) {
-  const int64_t row = t.dim() - 2, column = t.dim() - 1;
-  return (t.stride(column) == 1 || t.size(column) <= 1) &&
-         (t.stride(row) >= t.size(column) || t.size(row) <= 1);
-}
-int64_t row_stride(const Tensor& t) {
-  const int64_t row = t.dim() - 2;
-  return t.size(row) <= 1 ? t.size(row + 1) : t.stride(row);
+// Each question to a tensor is a call into PyTorch, so sizes and strides are fetched once.
+struct Extent {
+  explicit Extent(const Tensor& t) : sizes(t.sizes()), strides(t.strides()) {}
+
+  // Rows of `columns` contiguous elements that do not overlap; strides of single rows mean nothing.
+  bool rows_fit() const {
+    return (strides[column()] == 1 || sizes[column()] <= 1) &&
+           (strides[row()] >= sizes[column()] || sizes[row()] <= 1);
+  }
+  int64_t row_stride() const { return sizes[row()] <= 1 ? sizes[column()] : strides[row()]; }
+
+  torch::headeronly::IntHeaderOnlyArrayRef sizes, strides;
+
+ private:
+  size_t row() const { return sizes.size() - 2; }
+  size_t column() const { return sizes.size() - 1; }
+};
+
+// Not Tensor::scalar_type, which tries one dtype after the other.
+bool has_type(const Tensor& t, ScalarType type) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+  return dtype == torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
 }
 
 }  // namespace
@@ -59,7 +73,7 @@ void check(const char* name, const Tensor& t, std::initializer_list<int64_t> siz
     refuse(ErrorCode::bad_argument,
            std::string(name) + ": on " + own + ", the workspace is on " + device_text(device));
   }
-  if (t.scalar_type() != type) {
+  if (!has_type(t, type)) {
     refuse(ErrorCode::bad_type, std::string(name) + ": dtype " + type_text(t.scalar_type()) +
                                     ", expected " + type_text(type));
   }
@@ -74,13 +88,20 @@ void check(const char* name, const Tensor& t, std::initializer_list<int64_t> siz
   }
 }
 
-// Not torch::stable::new_empty, which looks an operator up by its name: microseconds each time.
-Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, ScalarType type) {
+namespace {
+std::array<int64_t, 4> contiguous_strides(const int64_t* sizes, size_t dimensions) {
   std::array<int64_t, 4> strides{};
   int64_t stride = 1;
   for (size_t i = dimensions; i-- > 0; stride *= std::max<int64_t>(1, sizes[i])) {
     strides[i] = stride;
   }
+  return strides;
+}
+}  // namespace
+
+// Not torch::stable::new_empty, which looks an operator up by its name: microseconds each time.
+Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, ScalarType type) {
+  const auto strides = contiguous_strides(sizes, dimensions);
   int32_t device_type = 0, device_index = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
@@ -89,6 +110,14 @@ Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, Scalar
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(dimensions), sizes,
                                                          strides.data(), dtype, device_type,
                                                          device_index, &made));
+  return Tensor(made);
+}
+
+Tensor part(const Tensor& block, int64_t first, const int64_t* sizes, size_t dimensions) {
+  const auto strides = contiguous_strides(sizes, dimensions);
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      block.get(), static_cast<int64_t>(dimensions), sizes, strides.data(), first, &made));
   return Tensor(made);
 }
 
@@ -138,16 +167,18 @@ void check_weights(const Weights& w, int64_t layout, const Sizes& s) {
 }
 
 ConstMatrix Arguments::matrix(const Tensor& t) {
-  if (!rows_fit(t)) return matrix(copies_.emplace_back(torch::stable::contiguous(t)));
-  return {const_data(t), row_stride(t)};
+  const Extent e(t);
+  if (!e.rows_fit()) return matrix(copies_.emplace_back(torch::stable::contiguous(t)));
+  return {const_data(t), e.row_stride()};
 }
 
 ConstStack Arguments::stack(const Tensor& t) {
-  const int64_t least = t.size(1) * row_stride(t);
-  if (!rows_fit(t) || (t.size(0) > 1 && t.stride(0) < least)) {
+  const Extent e(t);
+  const int64_t least = e.sizes[1] * e.row_stride();
+  if (!e.rows_fit() || (e.sizes[0] > 1 && e.strides[0] < least)) {
     return stack(copies_.emplace_back(torch::stable::contiguous(t)));
   }
-  return {const_data(t), t.size(0) <= 1 ? least : t.stride(0), row_stride(t)};
+  return {const_data(t), e.sizes[0] <= 1 ? least : e.strides[0], e.row_stride()};
 }
 
 const void* Arguments::contiguous(const Tensor& t) {
@@ -212,29 +243,33 @@ void Arguments::quantized_one(const std::vector<Tensor>& q, const Sizes& s, cons
   }
 }
 
-void Arguments::quantized_forward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w) {
+void Arguments::quantized_forward(const OptionalTensors& given, const Sizes& s, LayerWeights& w) {
   using Q = QuantizedWeights;
   using R = RoundedWeights;
   const int64_t h = s.hidden, i = s.intermediate;
   const bool wanted = is_quantized(s.precision);
-  if (wanted ? q.size() != 6 && q.size() != 12 : !q.empty()) {
-    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
+  const size_t count = given ? given->size() : 0;
+  if (wanted ? count != 6 && count != 12 : count != 0) {
+    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(count) + " tensors");
   }
   if (!wanted) return;
+  const auto& q = *given;
   quantized_one(q, s, {"gate", "gate", 0, i, h, false, &Q::gate, &R::gate}, w);
   quantized_one(q, s, {"up", "up", 1, i, h, false, &Q::up, &R::up}, w);
   quantized_one(q, s, {"down", "down", 2, h, i, false, &Q::down, &R::down}, w);
 }
 
-void Arguments::quantized_backward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w) {
+void Arguments::quantized_backward(const OptionalTensors& given, const Sizes& s, LayerWeights& w) {
   using Q = QuantizedWeights;
   using R = RoundedWeights;
   const int64_t h = s.hidden, i = s.intermediate;
   const bool wanted = is_quantized(s.precision);
-  if (wanted ? q.size() != 10 && (q.size() != 5 || s.device == kCpu) : !q.empty()) {
-    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(q.size()) + " tensors");
+  const size_t count = given ? given->size() : 0;
+  if (wanted ? count != 10 && (count != 5 || s.device == kCpu) : count != 0) {
+    refuse(ErrorCode::bad_argument, "quantized: " + std::to_string(count) + " tensors");
   }
   if (!wanted) return;
+  const auto& q = *given;
   quantized_one(q, s, {"gate", "gate", 0, i, h, false, &Q::gate, &R::gate}, w);
   quantized_one(q, s, {"up", "up", 1, i, h, false, &Q::up, &R::up}, w);
   quantized_one(q, s, {"gate_t", "gate_backward", 2, h, i, true, &Q::gate_t, &R::gate_backward}, w);

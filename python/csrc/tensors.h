@@ -20,6 +20,7 @@ namespace mok::torch_ops {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using OptionalTensors = std::optional<std::vector<Tensor>>;
 
 // The weights in the order of every operator's arguments and of the bits of `needs`.
 enum Weight { w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down, shared_gate_vector };
@@ -80,8 +81,8 @@ class Arguments {
   // What products read in a quantised precision, into `w`. Of forward: gate, up, down, each data
   // and scales; backward's transposed ones may follow. Of backward: gate, up, gate_t, up_t, down_t.
   // On a GPU also a bf16 tensor each, rounded; FP8 is turned into those here, at every call.
-  void quantized_forward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w);
-  void quantized_backward(const std::vector<Tensor>& q, const Sizes& s, LayerWeights& w);
+  void quantized_forward(const OptionalTensors& q, const Sizes& s, LayerWeights& w);
+  void quantized_backward(const OptionalTensors& q, const Sizes& s, LayerWeights& w);
 
  private:
   // One of either list: `place` counts weights.
@@ -122,6 +123,8 @@ Tensor empty(const Tensor& like, const int64_t* sizes, size_t dimensions, Scalar
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return empty(like, sizes.begin(), sizes.size(), type);
 }
+// A contiguous tensor in the memory of a new one, from its element `first` on.
+Tensor part(const Tensor& block, int64_t first, const int64_t* sizes, size_t dimensions);
 
 // The core takes a null pointer for "not wanted" or "not kept", which an empty tensor is not.
 inline void* data(const Tensor& t) {

@@ -84,11 +84,11 @@ class Weights:
     Attributes:
         tensors: the seven, in the operators' order; MXFP8 weights: what stands for them.
         precision: "mxfp8", or None: that of `dtype`.
-        quantized: what the operators take besides; empty unless MXFP8.
+        quantized: what the operators take besides; None unless MXFP8.
     """
 
     def __init__(self, workspace, shared, routed, gate_vector, parts):
-        self.precision, self.quantized = None, []
+        self.precision, self.quantized = None, None
         if any(isinstance(weight, tuple) for weight in routed):
             self.precision = "mxfp8"
             self.quantized, routed = _mxfp8(workspace, tuple(routed), parts)

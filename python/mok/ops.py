@@ -63,7 +63,22 @@ def _forward_eager_fake(
     return y, routing_hash if kept else None, saved if saved_rows > 0 else None
 
 
-@torch.library.register_fake("mok::backward_eager")
+def _in_blocks(grads):
+    """The same, in memory as the eager path's operators take it (Allocation in csrc/ops.cpp)."""
+    grads = list(grads)
+    for places in (slice(2, 5), slice(5, 9)):
+        fresh = [grad for grad in grads[places] if grad is not None]
+        if len(fresh) < 2:
+            continue
+        sizes = [(grad.numel() + 255) // 256 * 256 for grad in fresh]
+        parts = iter(fresh[0].new_empty((sum(sizes),)).split(sizes))
+        grads[places] = [
+            grad if grad is None else next(parts)[: grad.numel()].view(grad.shape)
+            for grad in grads[places]
+        ]
+    return tuple(grads)
+
+
 @torch.library.register_fake("mok::backward")
 def _backward_fake(
     d_y, x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
@@ -73,8 +88,12 @@ def _backward_fake(
     return _backward_shapes(x, topk_weights, weights, needs, (None,) * 7)
 
 
-@torch.library.register_fake("mok::backward_accumulate_eager")
-def _backward_accumulate_eager_fake(
+@torch.library.register_fake("mok::backward_eager")
+def _backward_eager_fake(*arguments):
+    return _in_blocks(_backward_fake(*arguments))
+
+
+def _backward_accumulate_shapes(
     d_y, x, topk_ids, topk_weights, w_gate, w_up, w_down, w_shared_gate, w_shared_up, w_shared_down,
     shared_gate_vector, routing_hash, saved, workspace, layout, needs, quantized, main_gate,
     main_up, main_down, main_shared_gate, main_shared_up, main_shared_down, main_shared_gate_vector,
@@ -87,9 +106,14 @@ def _backward_accumulate_eager_fake(
     return _backward_shapes(x, topk_weights, weights, needs, main_grads)
 
 
+@torch.library.register_fake("mok::backward_accumulate_eager")
+def _backward_accumulate_eager_fake(*arguments):
+    return _in_blocks(_backward_accumulate_shapes(*arguments))
+
+
 @torch.library.register_fake("mok::backward_accumulate")
 def _backward_accumulate_fake(d_y, x, topk_ids, topk_weights, *arguments):
-    grads = _backward_accumulate_eager_fake(d_y, x, topk_ids, topk_weights, *arguments)
+    grads = _backward_accumulate_shapes(d_y, x, topk_ids, topk_weights, *arguments)
     nothing = [t.new_empty((0,)) for t in (x, topk_weights, *(x,) * 7)]
     return tuple(n if g is None else g for g, n in zip(grads, nothing, strict=True))
 

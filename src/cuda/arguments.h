@@ -8,6 +8,10 @@
 namespace mok::cuda {
 
 void require(bool holds, const std::string& message);
+// No text is made while it holds.
+inline void require(bool holds, const char* message) {
+  if (!holds) require(false, std::string(message));
+}
 
 void check_shape(const LayerShape& shape, int ranks, const Options& options);
 

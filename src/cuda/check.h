@@ -15,20 +15,26 @@ inline void check(cudaError_t error, const std::string& what) {
   throw Error(error == cudaErrorMemoryAllocation ? ErrorCode::out_of_memory : ErrorCode::internal,
               what + ": " + cudaGetErrorString(error));
 }
+// No text is made while all is well.
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) check(error, std::string(what));
+}
 
 // Makes `device` current and puts the former one back.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
+  explicit DeviceGuard(int device) : device_(device) {
     check(cudaGetDevice(&former_), "current device");
     if (former_ != device) check(cudaSetDevice(device), "device " + std::to_string(device));
   }
-  ~DeviceGuard() { cudaSetDevice(former_); }
+  ~DeviceGuard() {
+    if (former_ != device_) cudaSetDevice(former_);
+  }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  int former_ = 0;
+  int device_, former_ = 0;
 };
 
 }  // namespace mok::cuda

@@ -329,8 +329,8 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
   }
 
  private:
-  // Named barriers: the first warpgroup's, both warpgroups'.
-  static constexpr uint32_t kFirstGroup = 2, kBothGroups = 3;
+  // Named barriers: the first warpgroup's, both warpgroups', each one's for an answer.
+  static constexpr uint32_t kFirstGroup = 2, kBothGroups = 3, kAgreement = 4;
   // About the time of one slot; a longer look would only delay the flush.
   static constexpr int kLooks = 16;
 
@@ -363,9 +363,9 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
       for (float& sum : acc) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum));
     }
     while (true) {
-      if (tile.pending() && next != Next::spread) {
-        next = look_ahead<kLooks, Epilogue>();
-        if (next != Next::spread) {
+      if (tile.pending() && (kGradient || next != Next::spread)) {
+        if (next != Next::spread) next = look_ahead<kLooks, Epilogue>();
+        if (kGradient ? !group_agrees(next == Next::spread) : next != Next::spread) {
           store_pending(tile);
           finish_pending(tile);
         }
@@ -425,14 +425,13 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
       tile.clear();
     } else {
       tile.pack(acc, shape);
-      tile.hold(last);
-      if (shape.low_half_only()) {
-        ptx::named_barrier_sync(kFirstGroup, kWarpgroup);
-      } else {
-        ptx::named_barrier_sync(kBothGroups, kConsumerGroups * kWarpgroup);
-      }
-      run_slot<0>(tile);
+      tile.hold(last, shape.low_half_only());
     }
+  }
+
+  // Whether it holds for all warps of the warpgroup, which all ask.
+  __device__ __forceinline__ bool group_agrees(bool holds) const {
+    return ptx::named_barrier_and(kAgreement + group_, kWarpgroup, holds);
   }
 
   template <int kLooks, class Epilogue>
@@ -465,6 +464,13 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
   template <int kSlot, class Epilogue>
   __device__ __forceinline__ void run_slot(Epilogue& tile) {
     if constexpr (std::is_same_v<Epilogue, GradientEpilogue<Products>>) {
+      if constexpr (kSlot == 0) {  // until all that read the stage are done with it
+        if (tile.alone()) {
+          ptx::named_barrier_sync(kFirstGroup, kWarpgroup);
+        } else {
+          ptx::named_barrier_sync(kBothGroups, kConsumerGroups * kWarpgroup);
+        }
+      }
       tile.template run_slot<kSlot>(shared_.b[tile.held()] + group_ * tile.kStagingBytes);
     } else {
       tile.template run_slot<kSlot>(pending_task());
@@ -476,9 +482,6 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
       run_slot<kSlot>(tile);
       store_pending<kSlot + 1>(tile);
     }
-  }
-  __device__ __forceinline__ void store_pending(GradientEpilogue<Products>& tile) {
-    store_pending<1>(tile);  // slot 0 ran at the tile's end
   }
   __device__ __forceinline__ void store_pending(DHiddenEpilogue<Products>& tile) {
 #pragma unroll 1
@@ -568,12 +571,13 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
       spread<kKind, kSlot + 1>(acc, steps, step, tile);
     }
   }
-  // At once: the fourth step cannot be loaded before.
+  // A slot a step: the fourth step cannot be loaded before.
   template <TaskKind kKind>
   __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
                                          GradientEpilogue<Products>& tile) {
-    if (tile.pending()) run_slot<1>(tile);
+    if (tile.pending()) run_slot<0>(tile);
     advance_to<kKind, kTileN>(acc, step, min(2, steps));
+    if (tile.pending()) run_slot<1>(tile);
   }
   // A slot a step from the first on, also where there are fewer steps.
   template <TaskKind kKind, int kSlot = 0>

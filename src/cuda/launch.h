@@ -9,17 +9,20 @@
 #include <vector>
 
 #include "cuda/rank_state.h"
+#include "cuda/tensor_map.h"
 
 namespace mok::cuda {
 
 template <class Args>
 struct Launch {
   struct Rank {
-    RankState state;   // filled in for this call
-    const Args* args;  // the caller's tensors, checked
+    RankState state;       // filled in for this call
+    const Args* args;      // the caller's tensors, checked
+    TensorMapCache* maps;  // of this direction
   };
   std::vector<Rank> ranks;  // that share the current GPU, 1 .. kMaxRanks; blocks are divided
   LayerShape shape;
+  int device = 0;  // the current GPU
   int blocks = 0;
   cudaStream_t stream = nullptr;
 };

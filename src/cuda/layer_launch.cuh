@@ -1,7 +1,10 @@
 // Host: starts a direction's kernel.
 #pragma once
 
+#include <cstddef>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include "cuda/check.h"
 #include "cuda/launch.h"
@@ -10,22 +13,37 @@
 
 namespace mok::cuda {
 
+// Says how much shared memory the kernel takes, once for each GPU.
+template <class Direction, int kRanks>
+void allow_shared_memory(int device) {
+  static std::mutex mutex;
+  static std::vector<bool> said;  // of each GPU
+  const std::lock_guard lock(mutex);
+  const auto place = static_cast<size_t>(device);
+  if (place < said.size() && said[place]) return;
+  constexpr int kBytes = sizeof(LayerShared<Direction>);
+  static_assert(kBytes <= 227 * 1024);
+  check(cudaFuncSetAttribute(layer_kernel<Direction, kRanks>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+        "shared memory of the layer's kernel");
+  if (place >= said.size()) said.resize(place + 1);
+  said[place] = true;
+}
+
 template <class Direction, int kRanks, class Args>
 void launch_for(const Launch<Args>& l) {
   auto params = std::make_unique<LayerParams<Direction, kRanks>>();
   params->ranks_here = static_cast<int32_t>(l.ranks.size());
   for (size_t i = 0; i < l.ranks.size(); ++i) {
-    params->rank[i] = l.ranks[i].state;
+    const auto& [state, args, maps] = l.ranks[i];
+    params->rank[i] = state;
     if constexpr (Direction::template Tensors<kRanks>::kTall) params->rank[i].tail_rows = kTailRows;
-    fill_products(l.ranks[i].state, l.shape, *l.ranks[i].args, &params->tensors[i]);
+    fill_products(state, l.shape, *args, *maps, &params->tensors[i]);
   }
   constexpr int kBytes = sizeof(LayerShared<Direction>);
-  static_assert(kBytes <= 227 * 1024);
   static_assert(sizeof(LayerParams<Direction, kRanks>) <= 32764);
   static_assert(kFetchTaskRows == kMostEntries && kFetchTaskCopies == kMostCopies);
-  check(cudaFuncSetAttribute(layer_kernel<Direction, kRanks>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-        "shared memory of the layer's kernel");
+  allow_shared_memory<Direction, kRanks>(l.device);
   layer_kernel<Direction, kRanks><<<l.blocks, kThreads, kBytes, l.stream>>>(*params);
   check(cudaGetLastError(), "launch of the layer's kernel");
 }

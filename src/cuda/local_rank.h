@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "cuda/rank_memory.h"
+#include "cuda/tensor_map.h"
 #include "mok/cuda.h"
 
 namespace mok::cuda {
@@ -31,6 +32,11 @@ class LocalRank {
   // up, taken at the first such call.
   void place_recomputed_rows(RankState& state);
 
+  // Of the calls of a direction.
+  TensorMapCache& maps(plan::Direction d) {
+    return d == plan::Direction::forward ? forward_maps_ : backward_maps_;
+  }
+
   // Enqueues a new generation: every flag, counter and ticket starts again. Nobody is in a call.
   void clear(cudaStream_t stream);
   // What the device wrote last; volatile, because it may be writing.
@@ -48,6 +54,7 @@ class LocalRank {
   std::optional<DeviceBlock> recomputed_;
   std::unique_ptr<ErrorRecord, FreeHost> record_;  // mapped host memory
   RankState state_{};
+  TensorMapCache forward_maps_, backward_maps_;
 };
 
 }  // namespace mok::cuda

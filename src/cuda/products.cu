@@ -16,10 +16,11 @@ __nv_bfloat16* rows_of(const RankState& s, Buffer b) { return s.at<__nv_bfloat16
 // Encodes maps and remembers whether the driver took all of them.
 class Encoder {
  public:
-  Encoder(const RankState& s, CUtensorMap* maps) : state_(s), maps_(maps) {}
+  Encoder(const RankState& s, TensorMapCache& cache, CUtensorMap* maps)
+      : state_(s), cache_(cache), maps_(maps) {}
 
   void matrix(Map which, const void* data, int64_t columns, int64_t rows, int64_t stride) {
-    encode(&maps_[which], {data, 3, columns, rows, 1, stride, rows * stride, kBox});
+    encode(which, {data, 3, columns, rows, 1, stride, rows * stride, kBox});
   }
   void matrix(Map which, const ConstMatrix& m, int64_t columns, int64_t rows) {
     matrix(which, m.data, columns, rows, m.row_stride);
@@ -30,11 +31,11 @@ class Encoder {
   // Two buffers of the same size, one after the other.
   void buffers(Map which, Buffer first, Buffer second, int64_t columns, int64_t rows) {
     const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
-    encode(&maps_[which], {from, 3, columns, rows, 2, columns, (to - from) / 2, kBox});
+    encode(which, {from, 3, columns, rows, 2, columns, (to - from) / 2, kBox});
   }
   void stack(Map which, const ConstStack& w, int64_t columns, int64_t rows) {
-    encode(&maps_[which], {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
-                           w.expert_stride, kBox});
+    encode(which, {w.data, 3, columns, rows, state_.g.experts_local(), w.row_stride,
+                   w.expert_stride, kBox});
   }
 
   // Of `p`, a weight gradient [rows, columns] of each expert, if it is bf16: map number `number`.
@@ -44,26 +45,24 @@ class Encoder {
     if constexpr (Tensors::kThere) {
       if (p.mode != GradMode::storage) return;
       const int64_t expert_stride = experts > 1 ? p.weight_grad.expert_elements : rows * columns;
-      encode(&out->gradient_map[number],
+      encode(kBackwardFp8Maps + number,
              {p.weight_grad.out, 3, columns, rows, experts, p.weight_grad.row_elements,
-              expert_stride, kGradientBoxRows});
+              expert_stride, kGradientBoxRows},
+             &out->gradient_map[number]);
       p.weight_grad.map = number;
     }
   }
 
-  // Rows of the ring that a tall tile of `p` reads.
-  template <class Tensors>
-  void tail(Tensors* out, int number, Product& p, Buffer b, int64_t columns) {
-    tail(out, number, p, b, b, columns);
-  }
+  // The rows that tall tiles of `p` read beyond the first: of a buffer, or of two of one size.
   template <class Tensors>
   void tail(Tensors* out, int number, Product& p, Buffer first, Buffer second, int64_t columns) {
     if constexpr (Tensors::kTall) {
       const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
       const int64_t buffers = first == second ? 1 : 2;
       const int64_t between = buffers == 1 ? ring_rows() * columns : (to - from) / 2;
-      encode(&out->tail_map[number],
-             {from, 3, columns, ring_rows(), buffers, columns, between, kTailRows});
+      encode(kBackwardFp8Maps + kGradientMaps + number,
+             {from, 3, columns, ring_rows(), buffers, columns, between, kTailRows},
+             &out->tail_map[number]);
       p.tail = static_cast<int8_t>(number);
     }
   }
@@ -75,9 +74,8 @@ class Encoder {
   }
   void codes(Map which, Buffer first, Buffer second, int64_t columns) {
     const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
-    encode(&maps_[which],
-           {from, 3, columns / 2, ring_rows(), 2,
-            state_.g.code_row_bytes(static_cast<int>(columns)) / 2, (to - from) / 2, kBox});
+    encode(which, {from, 3, columns / 2, ring_rows(), 2,
+                   state_.g.code_row_bytes(static_cast<int>(columns)) / 2, (to - from) / 2, kBox});
   }
   void codes(Map which, const QuantizedStack& w, int64_t columns, int64_t rows) {
     stack(which, {w.data, rows * columns / 2, columns / 2}, columns / 2, rows);
@@ -121,9 +119,14 @@ class Encoder {
 
  private:
   static constexpr int kBox = 64;
-  void encode(CUtensorMap* to, const BoxedTensor& t) { good_ = good_ && encode_tensor_map(to, t); }
+  // `place`: in the cache; gradients come after the others.
+  void encode(int place, const BoxedTensor& t, CUtensorMap* to) {
+    good_ = good_ && cache_.encode(place, t, to);
+  }
+  void encode(Map which, const BoxedTensor& t) { encode(which, t, &maps_[which]); }
 
   const RankState& state_;
+  TensorMapCache& cache_;
   CUtensorMap* maps_;
   bool good_ = true;
 };
@@ -189,12 +192,12 @@ Fp8Operands fp8_gate_up(const RankState& s, const QuantizedWeights& w) {
 
 template <class Tensors>
 void fill_backward(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   Tensors* out) {
+                   TensorMapCache& cache, Tensors* out) {
   const plan::Geometry& g = s.g;
   const int64_t h = g.hidden, i = g.intermediate, shared = g.shared_intermediate;
   const bool mx = g.block > 0;
   const LayerWeights& w = a.weights;
-  Encoder maps(s, out->map);
+  Encoder maps(s, cache, out->map);
   if constexpr (Tensors::kFp8) {
     const QuantizedWeights& q = w.quantized;
     maps.ring();
@@ -309,11 +312,12 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
 }
 
 template <class Tensors>
-void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs& a, Tensors* out) {
+void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                  TensorMapCache& cache, Tensors* out) {
   const bool mx = s.g.block > 0;
   const int64_t h = s.g.hidden, i = s.g.intermediate;
   const LayerWeights& w = a.weights;
-  Encoder maps(s, out->map);
+  Encoder maps(s, cache, out->map);
   if constexpr (Tensors::kFp8) {
     const QuantizedWeights& q = w.quantized;
     maps.codes(kRingX, Buffer::ring_x_codes, h);
@@ -342,40 +346,41 @@ void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs
               a.saved.shared_up, s.g.shared_intermediate);
   out->product[kSharedDownProduct] =
       rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
-  maps.tail(out, kTailX, out->product[kRoutedGateUp], Buffer::ring_x, h);
-  maps.tail(out, kTailHidden, out->product[kRoutedDown], Buffer::ring_hidden, i);
+  maps.tail(out, kTailX, out->product[kRoutedGateUp], Buffer::ring_x, Buffer::ring_x, h);
+  maps.tail(out, kTailHidden, out->product[kRoutedDown], Buffer::ring_hidden,
+            Buffer::ring_hidden, i);
   maps.finish();
 }
 
 }  // namespace
 
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<1, false>* out) {
-  fill_forward(s, shape, a, out);
+                   TensorMapCache& cache, ForwardTensors<1, false>* out) {
+  fill_forward(s, shape, a, cache, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<kMaxRanks, false>* out) {
-  fill_forward(s, shape, a, out);
+                   TensorMapCache& cache, ForwardTensors<kMaxRanks, false>* out) {
+  fill_forward(s, shape, a, cache, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<1, true>* out) {
-  fill_forward(s, shape, a, out);
+                   TensorMapCache& cache, ForwardTensors<1, true>* out) {
+  fill_forward(s, shape, a, cache, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<1, false>* out) {
-  fill_backward(s, shape, a, out);
+                   TensorMapCache& cache, BackwardTensors<1, false>* out) {
+  fill_backward(s, shape, a, cache, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<kMaxRanks, false>* out) {
-  fill_backward(s, shape, a, out);
+                   TensorMapCache& cache, BackwardTensors<kMaxRanks, false>* out) {
+  fill_backward(s, shape, a, cache, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<1, true>* out) {
-  fill_backward(s, shape, a, out);
+                   TensorMapCache& cache, BackwardTensors<1, true>* out) {
+  fill_backward(s, shape, a, cache, out);
 }
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<kMaxRanks, true>* out) {
-  fill_backward(s, shape, a, out);
+                   TensorMapCache& cache, BackwardTensors<kMaxRanks, true>* out) {
+  fill_backward(s, shape, a, cache, out);
 }
 
 }  // namespace mok::cuda

@@ -76,18 +76,18 @@ using BackwardTensors = Products<kFp8 ? kBackwardFp8Maps : kBackwardMaps, kBackw
 
 // Throw bad_argument when a tensor map is refused.
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<1, false>* out);
+                   TensorMapCache& cache, ForwardTensors<1, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<kMaxRanks, false>* out);
+                   TensorMapCache& cache, ForwardTensors<kMaxRanks, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
-                   ForwardTensors<1, true>* out);
+                   TensorMapCache& cache, ForwardTensors<1, true>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<1, false>* out);
+                   TensorMapCache& cache, BackwardTensors<1, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<kMaxRanks, false>* out);
+                   TensorMapCache& cache, BackwardTensors<kMaxRanks, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<1, true>* out);
+                   TensorMapCache& cache, BackwardTensors<1, true>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
-                   BackwardTensors<kMaxRanks, true>* out);
+                   TensorMapCache& cache, BackwardTensors<kMaxRanks, true>* out);
 
 }  // namespace mok::cuda

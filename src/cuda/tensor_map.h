@@ -4,7 +4,9 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace mok::cuda {
 
@@ -29,6 +31,8 @@ struct BoxedTensor {
   int64_t columns = 0, rows = 0, experts = 1;
   int64_t row_stride = 0, expert_stride = 0;
   int box_rows = 64;
+
+  bool operator==(const BoxedTensor&) const = default;
 };
 
 inline bool encode_tensor_map(CUtensorMap* map, const BoxedTensor& t) {
@@ -43,5 +47,29 @@ inline bool encode_tensor_map(CUtensorMap* map, const BoxedTensor& t) {
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
+
+// The last map of each place in a kernel's parameters, with all that it was made from: the driver
+// is asked again only for another tensor.
+class TensorMapCache {
+ public:
+  bool encode(int place, const BoxedTensor& t, CUtensorMap* to) {
+    if (static_cast<size_t>(place) >= entries_.size()) entries_.resize(place + 1);
+    Entry& entry = entries_[place];
+    if (!entry.filled || entry.tensor != t) {
+      entry.filled = encode_tensor_map(&entry.map, t);
+      entry.tensor = t;
+    }
+    if (entry.filled) *to = entry.map;
+    return entry.filled;
+  }
+
+ private:
+  struct Entry {
+    CUtensorMap map{};
+    BoxedTensor tensor;
+    bool filled = false;
+  };
+  std::vector<Entry> entries_;
+};
 
 }  // namespace mok::cuda

@@ -38,9 +38,9 @@ class Gpu {
 
   // A call comes after the one before, whichever stream that was on. What is captured into a graph
   // is ordered by whoever replays it.
+  // The GPU is current.
   template <class Enqueue>
   void in_order(cudaStream_t stream, Enqueue&& enqueue) {
-    const DeviceGuard guard(device_);
     cudaStreamCaptureStatus capture;
     check(cudaStreamIsCapturing(stream, &capture), "state of the stream");
     if (capture != cudaStreamCaptureStatusNone) {
@@ -206,15 +206,19 @@ struct Workspace::Impl {
     const auto start_all = [&] {
       for (const auto& [device, here] : ranks_of_device) {
         const auto stream = static_cast<cudaStream_t>(streams[here[0]]);
+        Gpu& gpu = gpus.at(device);
         const DeviceGuard guard(device);
         Launch<Args> l;
         l.shape = shape;
+        l.device = device;
         l.stream = stream;
-        l.blocks = gpus.at(device).blocks();
+        l.blocks = gpu.blocks();
         for (const int i : here) {
-          if (ranks[i].rank() != now.absent_rank) l.ranks.push_back({state_of(i), &args[i]});
+          if (ranks[i].rank() == now.absent_rank) continue;
+          const RankState state = state_of(i);
+          l.ranks.push_back({state, &args[i], &ranks[i].maps(state.g.direction)});
         }
-        gpus.at(device).in_order(stream, [&] {
+        gpu.in_order(stream, [&] {
           for (const int i : here) {
             if (ranks[i].rank() == now.losing_rank) lose_ticket(now, ranks[i], stream);
             before(i, stream);
@@ -258,9 +262,9 @@ struct Workspace::Impl {
             "args and streams must have one entry for each rank of this process");
     for (const auto& [device, here] : ranks_of_device) {
       for (const int i : here) {
-        require(streams[i] == streams[here[0]],
-                "ranks that share a GPU must have one stream (rank " +
-                    std::to_string(ranks[i].rank()) + ")");
+        if (streams[i] == streams[here[0]]) continue;
+        require(false, "ranks that share a GPU must have one stream (rank " +
+                           std::to_string(ranks[i].rank()) + ")");
       }
     }
   }

@@ -24,7 +24,7 @@ def fresh_compiler():
 def operands(p, precision=None):
     """Arguments of torch.ops.mok.forward, with a workspace made for them."""
     group = mok.new_group()
-    fp8 = []
+    fp8 = None
     if precision is not None:
         fp8 = list(mok.quantize_weights(precision, *p.weights.each()[:3]))
     mok.moe(p.x, p.ids, p.topk_weights, *p.weights.each(), precision=precision, group=group)
@@ -81,7 +81,7 @@ def test_K2_opcheck_backward(needs):
     p = problem(2, shared=5, shared_gate=True, hidden=28, dtype=torch.bfloat16)
     arguments = operands(p)
     outputs = torch.ops.mok.forward(*arguments)
-    backward = [p.d_y, *arguments[:10], *outputs[1:], arguments[-4], 0, needs, []]
+    backward = [p.d_y, *arguments[:10], *outputs[1:], arguments[-4], 0, needs, None]
     torch.library.opcheck(torch.ops.mok.backward.default, backward)
     main = [
         None if w is None or i % 2 else torch.zeros(w.shape) for i, w in enumerate(arguments[3:10])
@@ -137,7 +137,7 @@ def test_K2_fake_tensors_with_symbolic_tokens(ids):
             for i, t in enumerate(arguments[:10])
         ]  # fmt: skip
         outputs = torch.ops.mok.forward(*fake, *arguments[10:])
-        grads = torch.ops.mok.backward(outputs[0], *fake, *outputs[1:], arguments[-4], 0, 511, [])
+        grads = torch.ops.mok.backward(outputs[0], *fake, *outputs[1:], arguments[-4], 0, 511, None)
     assert isinstance(outputs[0].shape[0], torch.SymInt)
     for got, want in zip(outputs, real, strict=True):
         assert [int(s) for s in got.shape] == list(want.shape) and got.dtype == want.dtype

@@ -395,6 +395,24 @@ def test_O1_saved_tensors_are_released_in_backward():
     assert [r().shape for r in kept if r() is not None] == []
 
 
+def test_gradients_of_weights_share_two_blocks():
+    p = problem(44, shared=4, shared_gate=True, hidden=6, inner=5)
+    _, _, *grads = torch.autograd.grad(call(p, (tensors := leaves(p))), tensors, p.d_y)
+    ends = []
+    for grad, weight in zip(grads, tensors[2:], strict=True):
+        assert grad.is_contiguous() and grad.shape == weight.shape
+        ends.append((grad.data_ptr(), grad.data_ptr() + grad.numel() * grad.element_size()))
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 2
+    for (_, end), (begin, _) in itertools.pairwise(sorted(ends)):
+        assert end <= begin
+    # One that is wanted alone has memory of its own.
+    frozen = [t.detach() for t in tensors]
+    frozen[3].requires_grad_()
+    (grad,) = torch.autograd.grad(call(p, frozen), frozen[3], p.d_y)
+    assert same_bits(grad, grads[1])
+    assert grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+
+
 def test_no_grad_keeps_nothing():
     p = problem(42, shared=4)
     with torch.no_grad():
