@@ -30,16 +30,16 @@ struct BackwardHooks : HooksBase {
     if (!more_ || waiter.abort->raised != 0) return Drawn::nothing;
     const int which = at_++;
     const plan::Task& task = more->task[which];
-    if (may_join(task.kind) && has_joined(task.tile)) return Drawn::no_tile;
+    if (may_join(task) && has_joined(task.tile)) return Drawn::no_tile;
     if (more->waits_here[which]) {
-      if (!wait_for(task)) return Drawn::nothing;
+      if (!wait_for(task) || !wait_for_tail(task)) return Drawn::nothing;
       ptx::fence_proxy_async_global();
     }
     if (!is_tile(task.kind)) {
       small_task(task);
       return Drawn::no_tile;
     }
-    if (padding_rows(task) > 0) zero_padding(rank, plan, task.tile);
+    if (padding_rows(task) > 0) zero_padding(rank, plan, last_tile(task));
     const auto* words = reinterpret_cast<const uint32_t*>(&more->drawn[which]);
     if (threadIdx.x % kWarp < sizeof(TileTask) / 4) {
       reinterpret_cast<uint32_t*>(&out)[threadIdx.x % kWarp] = words[threadIdx.x % kWarp];
@@ -65,8 +65,8 @@ struct BackwardHooks : HooksBase {
     plan::Task done;
     done.kind = plan_kind(task);
     done.tile = task.done_counter;
-    const bool d_input = task.kind == TaskKind::d_input || task.kind == TaskKind::d_input_fp8;
-    if (d_input && rank.g.ranks > 1) ptx::fence_system();
+    const bool pushes = done.kind == plan::TaskKind::d_input;
+    if (pushes && rank.g.ranks > 1) ptx::fence_system();
     // Results that the copy engine or wgmma of other blocks read: the release below is enough, the
     // reader crosses the proxy.
     signal(done);
@@ -76,8 +76,22 @@ struct BackwardHooks : HooksBase {
   }
 
  private:
-  static __device__ bool may_join(plan::TaskKind kind) {
-    return !kFp8 && kind == plan::TaskKind::d_input;
+  // Whether a short tile's task may be part of the one before. What mxfp8 rounds together, 32
+  // columns, lies in two warps of a tall tile.
+  __device__ bool may_join(const plan::Task& task) const {
+    if (kFp8) return false;
+    if (task.kind == plan::TaskKind::d_input) return true;
+    const int columns = plan.g.intermediate - task.column * plan::kTileDHidden;
+    return task.kind == plan::TaskKind::d_hidden && plan.g.block == 0 && columns > kGroupN;
+  }
+  // Of the rows that the task computes.
+  __device__ int last_tile(const plan::Task& task) const {
+    return task.tile + (may_join(task) && tail_of(task.tile) > 0 ? 1 : 0);
+  }
+  __device__ bool wait_for_tail(const plan::Task& task) const {
+    plan::Task next = task;
+    next.tile = is_tile(task.kind) ? last_tile(task) : task.tile;
+    return next.tile == task.tile || wait_for(next);
   }
   static __device__ plan::TaskKind plan_kind(const TileTask& task) {
     switch (task.product) {
@@ -147,7 +161,7 @@ struct BackwardHooks : HooksBase {
   // when its first task is handed out. In a ring that was in use before, the rows must have come.
   __device__ int padding_rows(const plan::Task& task) const {
     if (task.kind != plan::TaskKind::d_hidden || task.column != 0) return 0;
-    return -plan.s.tile[task.tile].rows & (kTileK - 1);
+    return -plan.s.tile[last_tile(task)].rows & (kTileK - 1);
   }
 
   // Known since the schedule was made.
@@ -180,13 +194,14 @@ struct BackwardHooks : HooksBase {
                         kind == plan::TaskKind::d_input || kind == plan::TaskKind::weight_grad;
     const int inter = routed ? g.intermediate : g.shared_intermediate;
     out.done_counter = task.tile;
-    out.tail_target = 0;
     if (kind == plan::TaskKind::weight_grad || kind == plan::TaskKind::shared_weight_grad) {
+      out.tail_target = 0;
       return fill_weight_grad(task, routed, inter, out);
     }
     const int row = task.tile * plan::kTileRows;
     const plan::Tile tile = routed ? plan.s.tile[task.tile] : plan::Tile{};
-    const int tail = may_join(kind) ? tail_of(task.tile) : 0;
+    const int tail = may_join(task) ? tail_of(task.tile) : 0;
+    out.tail_target = tail_target(task, tail);
     out.rows = routed ? tile.rows + tail : min(g.own_tokens() - row, plan::kTileRows);
     out.row0 = routed ? plan::ring_row(plan, row) : row;
     out.expert = tile.expert;
@@ -211,7 +226,9 @@ struct BackwardHooks : HooksBase {
         break;
       case plan::TaskKind::d_hidden:
       case plan::TaskKind::shared_d_hidden:
-        out.kind = fp8 ? TaskKind::d_hidden_fp8 : TaskKind::d_hidden;
+        out.kind = fp8        ? TaskKind::d_hidden_fp8
+                   : tail > 0 ? TaskKind::d_hidden_tall
+                              : TaskKind::d_hidden;
         out.product = !routed                           ? kSharedDHidden
                       : plan::is_saved(plan, task.tile) ? kDHidden
                                                         : kDHiddenRecomputed;
@@ -223,7 +240,6 @@ struct BackwardHooks : HooksBase {
         out.kind = fp8        ? TaskKind::d_input_fp8
                    : tail > 0 ? TaskKind::d_input_tall
                               : TaskKind::d_input;
-        if (tail > 0) out.tail_target = g.columns_d_hidden();
         out.product = routed ? kDInput : kSharedDInput;
         out.steps = 2 * steps_of(inter, fp8);
         break;

@@ -131,6 +131,7 @@ class DHiddenEpilogue : public Epilogue<Products> {
     const bool valid = fresh(flags_) & kRow << half;
     const uint32_t* inputs = inputs_[kChunk];
     uint32_t d_gate[4], d_up[4], hidden[4];
+    float sum = 0;  // of these columns
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const SwigluGrads out = swiglu_grad_pair<kLimited>(inputs[i], inputs[4 + i], d[i], weight_,
@@ -138,13 +139,14 @@ class DHiddenEpilogue : public Epilogue<Products> {
       d_gate[i] = out.d_gate;
       d_up[i] = out.d_up;
       hidden[i] = out.hidden;
-      if constexpr (!kMxBlocks) hidden[i] = weigh(hidden[i], d[i]);
+      if constexpr (!kMxBlocks) hidden[i] = weigh(hidden[i], d[i], weight_, sum);
     }
     if constexpr (kMxBlocks) {
       mx_round_blocks(d_gate, d_up, hidden);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) hidden[i] = weigh(hidden[i], d[i]);
+      for (int i = 0; i < 4; ++i) hidden[i] = weigh(hidden[i], d[i], weight_, sum);
     }
+    dot_ += sum;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (valid) continue;
@@ -159,13 +161,6 @@ class DHiddenEpilogue : public Epilogue<Products> {
       store(product().d_hidden.d_up, d_up);
       store(product().d_hidden.hidden, hidden);
     }
-  }
-
-  // A pair of h: into the sum with d_h, then times the router weight.
-  __device__ __forceinline__ uint32_t weigh(uint32_t h, uint32_t d_h) {
-    dot_ = fmaf(low_float(d_h), low_float(h), dot_);
-    dot_ = fmaf(high_float(d_h), high_float(h), dot_);
-    return ptx::pack_bf16(weight_ * low_float(h), weight_ * high_float(h));
   }
 
   __device__ __forceinline__ void store_dot(const TileTask& task, int half) {

@@ -58,12 +58,7 @@ struct ForwardHooks : HooksBase {
       out.steps = steps_of(gate_up ? g.hidden : inter, fp8);
       out.rows = shared ? min(g.own_tokens() - row, plan::kTileRows)
                         : plan.s.tile[task.tile].rows + tail;
-      out.tail_target = 0;
-      if (tail > 0) {
-        plan::Task next = task;
-        ++next.tile;
-        plan::for_each_wait(plan, next, [&](plan::Wait w) { out.tail_target = w.target; });
-      }
+      out.tail_target = tail_target(task, tail);
       out.col0 = task.column * tile_width;
       out.cols = min(width - out.col0, tile_width);
       out.row0 = shared ? row : plan::ring_row(plan, row);

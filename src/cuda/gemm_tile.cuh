@@ -123,7 +123,8 @@ class TileLoader {
       hooks_.wait_ready(task);
       shared_.task_loading[task_at.slot()].arrive();
       const bool d_hidden = kBackward && (task.kind == TaskKind::d_hidden ||
-                                          (Products::kFp8 && task.kind == TaskKind::d_hidden_fp8));
+                                          (Products::kFp8 && task.kind == TaskKind::d_hidden_fp8) ||
+                                          (Products::kTall && task.kind == TaskKind::d_hidden_tall));
       to_draw_ = max(task.steps - (d_hidden ? kDrawLeadDHidden : kDrawLead), 0);
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
@@ -177,12 +178,15 @@ class TileLoader {
   template <bool kBackward>
   __device__ __forceinline__ bool load_tall(const TileTask& task, const Product& product) {
     if constexpr (Products::kTall) {
-      if (task.kind == TaskKind::gate_up_tall) {
+      if (!kBackward && task.kind == TaskKind::gate_up_tall) {
         return task.cols <= kGroupN ? load_gate_up<1, 2, true>(task, product, true)
                                     : load_gate_up<2, 2, true>(task, product, true);
       }
       if (!kBackward) {
         return load<false, false, true>(task, product, 0, task.steps, true);
+      }
+      if (task.kind == TaskKind::d_hidden_tall) {
+        return load<false, true, true>(task, product, 0, task.steps, true);
       }
       return load<false, true, true>(task, product, 0, task.steps / 2, true) &&
              load<false, true, true>(task, product, 1, task.steps / 2, true);
@@ -295,6 +299,7 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
   using Base = Consumer<Products>;
   using Base::finish, Base::pass;
   using Base::shared_, Base::products_, Base::group_, Base::at_;
+  using Base::kFirstGroup, Base::kBothGroups, Base::kAgreement;
   using Base::wait_for_task, Base::next_shape, Base::is_idle, Base::leads, Base::release;
 
  public:
@@ -329,8 +334,6 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
   }
 
  private:
-  // Named barriers: the first warpgroup's, both warpgroups', each one's for an answer.
-  static constexpr uint32_t kFirstGroup = 2, kBothGroups = 3, kAgreement = 4;
   // About the time of one slot; a longer look would only delay the flush.
   static constexpr int kLooks = 16;
 

@@ -96,6 +96,16 @@ struct HooksBase {
     return t.rows <= rank.tail_rows && tile > t.slice_begin;
   }
 
+  // What the rows of the next tile wait for, behind what those of `task` do; 0: there are none.
+  __device__ int32_t tail_target(const plan::Task& task, int tail) const {
+    int32_t target = 0;
+    if (tail == 0) return target;
+    plan::Task next = task;
+    ++next.tile;
+    plan::for_each_wait(plan, next, [&](plan::Wait w) { target = w.target; });
+    return target;
+  }
+
   // Waited for by the scheduler's warp.
   __device__ void fill_reduce(const plan::Task& task, TileTask& out) const {
     out.kind = TaskKind::reduce;

@@ -252,6 +252,7 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
                        s.at<float>(Buffer::router_partials),
                        g.intermediate,
                        g.columns_d_hidden()};
+  maps.tail(out, kTailDY, d_hidden, Buffer::ring_d_y, Buffer::ring_d_y, h);
   Product& recomputed = product(kDHiddenRecomputed);
   recomputed = d_hidden;
   recomputed.gate_in_ring = true;

@@ -64,7 +64,7 @@ inline constexpr int kGradientMaps = 6;
 
 // Tails of tall tiles.
 enum ForwardTail : int8_t { kTailX, kTailHidden, kForwardTails };
-enum BackwardTail : int8_t { kTailDGateUp, kBackwardTails };
+enum BackwardTail : int8_t { kTailDY, kTailDGateUp, kBackwardTails };
 
 template <int kRanks, bool kFp8>
 using ForwardTensors = Products<kForwardMaps, kForwardProducts, 0, kFp8 ? kFp8Down + 1 : 0,

@@ -85,4 +85,11 @@ __device__ __forceinline__ SwigluGrads swiglu_grad_pair(uint32_t g, uint32_t u, 
   return {ptx::pack_bf16(d_gate[0], d_gate[1]), ptx::pack_bf16(d_up[0], d_up[1]), h};
 }
 
+// A pair of h: into its sum with d_h, then times the router weight.
+__device__ __forceinline__ uint32_t weigh(uint32_t h, uint32_t d_h, float w, float& sum) {
+  sum = fmaf(low_float(d_h), low_float(h), sum);
+  sum = fmaf(high_float(d_h), high_float(h), sum);
+  return ptx::pack_bf16(w * low_float(h), w * high_float(h));
+}
+
 }  // namespace mok::cuda

@@ -16,6 +16,7 @@
 #include "cuda/consumer.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/swiglu.cuh"
+#include "cuda/tall_d_hidden.cuh"
 
 namespace mok::cuda {
 
@@ -39,12 +40,18 @@ class TallConsumer : protected Consumer<Products> {
           at_.advance_low();
           continue;
         }
-        if (shape.kind() == TaskKind::gate_up_tall) {
-          run_tile<TaskKind::gate_up_tall>(shape);
-        } else if (!kBackward) {
-          run_tile<TaskKind::down_tall>(shape);
+        if constexpr (kBackward) {
+          if (shape.kind() == TaskKind::d_hidden_tall) {
+            run_d_hidden(shape);
+          } else {
+            run_tile<TaskKind::d_input_tall>(shape);
+          }
         } else {
-          run_tile<TaskKind::d_input_tall>(shape);
+          if (shape.kind() == TaskKind::gate_up_tall) {
+            run_tile<TaskKind::gate_up_tall>(shape);
+          } else {
+            run_tile<TaskKind::down_tall>(shape);
+          }
         }
         this->finish(at_.low_before(1));
       } while (this->wait_for_task());
@@ -113,6 +120,64 @@ class TallConsumer : protected Consumer<Products> {
     at_.advance_high();
   }
 
+  __device__ __forceinline__ void run_d_hidden(TileTask::Shape shape) {
+    using Epilogue = TallDHiddenEpilogue<Products>;
+    uint32_t word[Epilogue::kWords];
+    multiply_d_hidden(word, shape.steps());
+    const uint32_t last = at_.high_before(1);
+    Epilogue epilogue(products_, shared_.task[at_.low_before(1)], group_,
+                      reinterpret_cast<float*>(shared_.b[last]));
+    // Until both are done with the stage; until all sums are there.
+    ptx::named_barrier_sync(this->kBothGroups, kConsumerGroups * kWarpgroup);
+    epilogue.run(word);
+    ptx::named_barrier_sync(this->kBothGroups, kConsumerGroups * kWarpgroup);
+    epilogue.store_sums();
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    this->release(last);
+  }
+
+  // The last stage is kept.
+  __device__ __forceinline__ void multiply_d_hidden(
+      uint32_t (&word)[TallDHiddenEpilogue<Products>::kWords], int steps) {
+    constexpr int kSharedTokens = TallDHiddenEpilogue<Products>::kSharedTokens;
+    float own[kTokens / 2], shared[kSharedTokens / 2];  // of box 2 * group_, of box 1
+    issue_d_hidden(own, shared, false);
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {
+      issue_d_hidden(own, shared, true);
+      ptx::wgmma_wait<1>();
+      this->release(at_.high_before(2));
+    }
+    at_.advance_low();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle<kTokens>(own);
+    ptx::wgmma_settle<kSharedTokens>(shared);
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) word[i] = ptx::pack_bf16(own[2 * i], own[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < kSharedTokens / 4; ++i) {
+      word[kTokens / 4 + i] = ptx::pack_bf16(shared[2 * i], shared[2 * i + 1]);
+    }
+  }
+  template <int kOwn, int kShared>
+  __device__ __forceinline__ void issue_d_hidden(float (&own)[kOwn], float (&shared)[kShared],
+                                                 bool add) {
+    wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
+    ptx::wgmma_fence();
+    const uint32_t b = ptx::shared_address(shared_.b[at_.high()]);
+    const uint32_t a = ptx::shared_address(shared_.a[at_.high()]);
+    const ptx::Operand<true> own_box(b + group_ * 2 * kGroupBytesB), box(b + kGroupBytesB);
+    const ptx::Operand<false> tokens(a), some(a + group_ * kHalfBytesA);
+#pragma unroll
+    for (int k = 0; k < kTileK; k += 16) {
+      ptx::wgmma<2 * kOwn, true, false>(own, own_box.at(k), tokens.at(k), k > 0 || add);
+      ptx::wgmma<2 * kShared, true, false>(shared, box.at(k), some.at(k), k > 0 || add);
+    }
+    ptx::wgmma_commit();
+    at_.advance_high();
+  }
+
   // The lane's token in piece 0 and its first column in the warp's box.
   static __device__ __forceinline__ int lane_token() {
     const uint32_t lane = fresh_thread() % kWarp;
@@ -123,11 +188,6 @@ class TallConsumer : protected Consumer<Products> {
     return static_cast<int>(thread % kWarpgroup / kWarp * 16 + thread % 2 * 8);
   }
 
-  // Four blocks: pairs of tokens -> pairs of columns.
-  static __device__ __forceinline__ void turn(const uint32_t* word, uint32_t (&m)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) m[i] = ptx::transpose_matrix(word[i]);
-  }
   // The first piece's words make room for the next one's.
   static __device__ __forceinline__ void move_up(uint32_t (&word)[kWords]) {
 #pragma unroll
@@ -156,8 +216,8 @@ class TallConsumer : protected Consumer<Products> {
 #pragma unroll 1
     for (int first = 0; first < task.rows; first += kPieceTokens) {
       uint32_t g[4], u[4], h[4];
-      turn(word, g);
-      turn(word + 4, u);
+      turn_piece(word, g);
+      turn_piece(word + 4, u);
 #pragma unroll
       for (int i = 0; i < 4; ++i) h[i] = swiglu_pair(g[i], u[i], products_.swiglu_limit);
       if (task.save_rows > 0) {
@@ -188,9 +248,9 @@ class TallConsumer : protected Consumer<Products> {
       token += kPieceTokens;
       const uint64_t next = destination();
       uint32_t m[4];
-      turn(word, m);
+      turn_piece(word, m);
       store(to, m, to != 0);
-      turn(word + 4, m);
+      turn_piece(word + 4, m);
       store(to + kGroupN * 2, m, to != 0 && both);
       move_up(word);
       to = next;

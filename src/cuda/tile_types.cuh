@@ -72,6 +72,7 @@ enum class TaskKind : int16_t {
   d_input_fp8,
   gate_up_tall,
   down_tall,
+  d_hidden_tall,
   d_input_tall
 };
 constexpr bool is_tall(TaskKind kind) { return kind >= TaskKind::gate_up_tall; }
@@ -85,7 +86,7 @@ constexpr bool is_gate_up(TaskKind kind) {
 constexpr bool a_is_transposed(TaskKind kind) { return kind == TaskKind::weight_grad; }
 constexpr bool b_is_transposed(TaskKind kind) {
   return (kind >= TaskKind::d_hidden && kind <= TaskKind::weight_grad) ||
-         kind == TaskKind::d_input_tall;
+         kind >= TaskKind::d_hidden_tall;
 }
 // Columns that a whole tile multiplies at once.
 constexpr int product_columns(TaskKind kind) {
@@ -132,7 +133,8 @@ struct alignas(16) TileTask {
   __device__ __forceinline__ Shape shape_of() const {
     if (kind == TaskKind::stop) return {0};  // the rest is not filled in
     const bool pair = kind == TaskKind::gate_up || kind == TaskKind::gate_up_tall;
-    const bool narrow = kind != TaskKind::gate_up_fp8 && cols * (pair ? 2 : 1) <= kTileN / 2;
+    const bool narrow = kind != TaskKind::gate_up_fp8 && kind != TaskKind::d_hidden_tall &&
+                        cols * (pair ? 2 : 1) <= kTileN / 2;
     const bool low_half = rows <= kHalfM;
     const bool carried_in = kind == TaskKind::weight_grad && (save_rows & kCarryIn) != 0;
     const bool spreads = !narrow && !carried_in && steps > 0 && kind < TaskKind::gate_up_fp8;
