@@ -17,8 +17,8 @@ class Consumer {
   __device__ __forceinline__ Consumer(TileShared& shared, const Products& products, uint32_t group)
       : shared_(shared), products_(products), group_(group) {}
 
-  // Named barriers: the first warpgroup's, both warpgroups', each one's for an answer.
-  static constexpr uint32_t kFirstGroup = 2, kBothGroups = 3, kAgreement = 4;
+  // Named barriers: the first warpgroup's, both warpgroups'.
+  static constexpr uint32_t kFirstGroup = 2, kBothGroups = 3;
 
   // False after an abort: there is no next task. One may just have been handed out when the flag
   // was raised, and a tile must be taken by all warps or by none.

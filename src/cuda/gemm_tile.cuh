@@ -299,7 +299,7 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
   using Base = Consumer<Products>;
   using Base::finish, Base::pass;
   using Base::shared_, Base::products_, Base::group_, Base::at_;
-  using Base::kFirstGroup, Base::kBothGroups, Base::kAgreement;
+  using Base::kFirstGroup, Base::kBothGroups;
   using Base::wait_for_task, Base::next_shape, Base::is_idle, Base::leads, Base::release;
 
  public:
@@ -366,9 +366,9 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
       for (float& sum : acc) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum));
     }
     while (true) {
-      if (tile.pending() && (kGradient || next != Next::spread)) {
-        if (next != Next::spread) next = look_ahead<kLooks, Epilogue>();
-        if (kGradient ? !group_agrees(next == Next::spread) : next != Next::spread) {
+      if (tile.pending() && next != Next::spread) {
+        next = look_ahead<kLooks, Epilogue>();
+        if (next != Next::spread) {
           store_pending(tile);
           finish_pending(tile);
         }
@@ -428,13 +428,14 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
       tile.clear();
     } else {
       tile.pack(acc, shape);
-      tile.hold(last, shape.low_half_only());
+      tile.hold(last);
+      if (shape.low_half_only()) {
+        ptx::named_barrier_sync(kFirstGroup, kWarpgroup);
+      } else {
+        ptx::named_barrier_sync(kBothGroups, kConsumerGroups * kWarpgroup);
+      }
+      run_slot<0>(tile);
     }
-  }
-
-  // Whether it holds for all warps of the warpgroup, which all ask.
-  __device__ __forceinline__ bool group_agrees(bool holds) const {
-    return ptx::named_barrier_and(kAgreement + group_, kWarpgroup, holds);
   }
 
   template <int kLooks, class Epilogue>
@@ -467,13 +468,6 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
   template <int kSlot, class Epilogue>
   __device__ __forceinline__ void run_slot(Epilogue& tile) {
     if constexpr (std::is_same_v<Epilogue, GradientEpilogue<Products>>) {
-      if constexpr (kSlot == 0) {  // until all that read the stage are done with it
-        if (tile.alone()) {
-          ptx::named_barrier_sync(kFirstGroup, kWarpgroup);
-        } else {
-          ptx::named_barrier_sync(kBothGroups, kConsumerGroups * kWarpgroup);
-        }
-      }
       tile.template run_slot<kSlot>(shared_.b[tile.held()] + group_ * tile.kStagingBytes);
     } else {
       tile.template run_slot<kSlot>(pending_task());
@@ -485,6 +479,9 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
       run_slot<kSlot>(tile);
       store_pending<kSlot + 1>(tile);
     }
+  }
+  __device__ __forceinline__ void store_pending(GradientEpilogue<Products>& tile) {
+    store_pending<1>(tile);  // slot 0 ran at the tile's end
   }
   __device__ __forceinline__ void store_pending(DHiddenEpilogue<Products>& tile) {
 #pragma unroll 1
@@ -574,13 +571,12 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
       spread<kKind, kSlot + 1>(acc, steps, step, tile);
     }
   }
-  // A slot a step: the fourth step cannot be loaded before.
+  // At once: the fourth step cannot be loaded before.
   template <TaskKind kKind>
   __device__ __forceinline__ void spread(float (&acc)[kTileN / 2], int steps, int& step,
                                          GradientEpilogue<Products>& tile) {
-    if (tile.pending()) run_slot<0>(tile);
-    advance_to<kKind, kTileN>(acc, step, min(2, steps));
     if (tile.pending()) run_slot<1>(tile);
+    advance_to<kKind, kTileN>(acc, step, min(2, steps));
   }
   // A slot a step from the first on, also where there are fewer steps.
   template <TaskKind kKind, int kSlot = 0>

@@ -4,11 +4,9 @@
 //   registers --stmatrix--> 4 KB of shared memory a warp --tensor stores--> the gradient
 //
 // The shared memory is B of the tile's last stage, half of it for each warpgroup, which the loader
-// gets back only when the second slot's stores have read it. So slots are run soon, beside the next
-// tile's first and second step, for its fourth step needs the stage; slot 0 when both warpgroups
-// have issued the first step, and so are done with the stage. A warpgroup's warps must agree on
-// whether a slot runs there or before those products: a barrier stands in slot 0, and wgmma waits
-// for all four. Other weight gradients leave through GradientStore, from the accumulators.
+// gets back only when the second slot's stores have read it. So slots are run soon: slot 0 at the
+// tile's end, slot 1 in the first step of the next tile, for its fourth step needs the stage. Other
+// weight gradients leave through GradientStore, from the accumulators.
 #pragma once
 
 #include "cuda/epilogue.cuh"
@@ -43,12 +41,9 @@ class GradientEpilogue : public Epilogue<Products> {
   }
   __device__ __forceinline__ bool leaves_accumulators() const { return flags_ & kFromAccumulators; }
 
-  // `alone`: only the first warpgroup has rows of the tile.
-  __device__ __forceinline__ void hold(uint32_t stage, bool alone) {
-    flags_ |= stage << kStageShift | (alone ? kAlone : 0);
-  }
+  // All warps of the block that read the stage are done with it.
+  __device__ __forceinline__ void hold(uint32_t stage) { flags_ |= stage << kStageShift; }
   __device__ __forceinline__ uint32_t held() const { return flags_ >> kStageShift & kStageMask; }
-  __device__ __forceinline__ bool alone() const { return flags_ & kAlone; }
 
   __device__ __forceinline__ void pack(const float (&acc)[kTileN / 2], TileTask::Shape) {
     packed_.pack(acc);
@@ -98,7 +93,7 @@ class GradientEpilogue : public Epilogue<Products> {
   static constexpr uint32_t kGroupsMask = 7;  // groups of 64 columns
   static constexpr int kStageShift = 4;
   static constexpr uint32_t kStageMask = kStages - 1;
-  static constexpr uint32_t kFromAccumulators = 1 << 8, kAlone = 1 << 9;
+  static constexpr uint32_t kFromAccumulators = 1 << 8;
   static constexpr int kMapShift = 16;
   static constexpr uint32_t kRowBytes = kGroupN * 2, kBoxBytes = kGradientBoxRows * kRowBytes;
   static constexpr int kSlotGroups = 2;

@@ -72,18 +72,6 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; whether `holds` is true for all of them.
-__device__ __forceinline__ bool named_barrier_and(uint32_t id, uint32_t threads, bool holds) {
-  uint32_t all;
-  asm volatile(
-      "{\n .reg .pred p, q;\n setp.ne.b32 p, %3, 0;\n bar.red.and.pred q, %1, %2, p;\n"
-      " selp.b32 %0, 1, 0, q;\n}"
-      : "=r"(all)
-      : "r"(id), "r"(threads), "r"(uint32_t{holds})
-      : "memory");
-  return all != 0;
-}
-
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
