@@ -56,8 +56,8 @@ struct ForwardHooks : HooksBase {
           static_cast<int16_t>(shared ? (gate_up ? kSharedGateUpProduct : kSharedDownProduct)
                                       : (gate_up ? kRoutedGateUp : kRoutedDown));
       out.steps = steps_of(gate_up ? g.hidden : inter, fp8);
-      out.rows = shared ? min(g.own_tokens() - row, plan::kTileRows)
-                        : plan.s.tile[task.tile].rows + tail;
+      out.rows =
+          shared ? min(g.own_tokens() - row, plan::kTileRows) : plan.s.tile[task.tile].rows + tail;
       out.tail_target = tail_target(task, tail);
       out.col0 = task.column * tile_width;
       out.cols = min(width - out.col0, tile_width);

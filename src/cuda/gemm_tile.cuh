@@ -122,9 +122,10 @@ class TileLoader {
       if (task.kind == TaskKind::stop) return;
       hooks_.wait_ready(task);
       shared_.task_loading[task_at.slot()].arrive();
-      const bool d_hidden = kBackward && (task.kind == TaskKind::d_hidden ||
-                                          (Products::kFp8 && task.kind == TaskKind::d_hidden_fp8) ||
-                                          (Products::kTall && task.kind == TaskKind::d_hidden_tall));
+      const bool d_hidden =
+          kBackward && (task.kind == TaskKind::d_hidden ||
+                        (Products::kFp8 && task.kind == TaskKind::d_hidden_fp8) ||
+                        (Products::kTall && task.kind == TaskKind::d_hidden_tall));
       to_draw_ = max(task.steps - (d_hidden ? kDrawLeadDHidden : kDrawLead), 0);
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
@@ -202,8 +203,8 @@ class TileLoader {
     const CUtensorMap* gate = &products_.map[product.b[0]];
     const CUtensorMap* up = &products_.map[product.b[1]];
     const int steps = task.steps, row = task.row0, column = task.col0, expert = task.expert;
-    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB +
-                           (kTail ? kTailBytes : 0);
+    const uint32_t bytes =
+        (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB + (kTail ? kTailBytes : 0);
     for (int k = 0; k < steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -236,8 +237,8 @@ class TileLoader {
     const int expert = kTransposedA ? 0 : task.expert;
     const int slice = kTransposedA ? product.a_slice : part;
     const int k0 = kTransposedA ? task.save_row0 : 0;
-    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB +
-                           (kTail ? kTailBytes : 0);
+    const uint32_t bytes =
+        (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB + (kTail ? kTailBytes : 0);
     for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -298,8 +299,8 @@ template <bool kBackward, class Products>
 class TileConsumer : Fp8Consumer<kBackward, Products> {
   using Base = Consumer<Products>;
   using Base::finish, Base::pass;
-  using Base::shared_, Base::products_, Base::group_, Base::at_;
   using Base::kFirstGroup, Base::kBothGroups;
+  using Base::shared_, Base::products_, Base::group_, Base::at_;
   using Base::wait_for_task, Base::next_shape, Base::is_idle, Base::leads, Base::release;
 
  public:
@@ -360,8 +361,8 @@ class TileConsumer : Fp8Consumer<kBackward, Products> {
     Next next = Next::known;
     float acc[kTileN / 2];  // the first products of a tile overwrite it
     if constexpr (Products::kFp8 || Products::kTall) {
-      // Left undefined, it would share registers with the sums of fp8 and tall tiles in a way that has the
-      // compiler wait for every wgmma (warning C7515).
+      // Left undefined, it would share registers with the sums of fp8 and tall tiles in a way that
+      // has the compiler wait for every wgmma (warning C7515).
 #pragma unroll
       for (float& sum : acc) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum));
     }

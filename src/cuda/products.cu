@@ -348,8 +348,8 @@ void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs
   out->product[kSharedDownProduct] =
       rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
   maps.tail(out, kTailX, out->product[kRoutedGateUp], Buffer::ring_x, Buffer::ring_x, h);
-  maps.tail(out, kTailHidden, out->product[kRoutedDown], Buffer::ring_hidden,
-            Buffer::ring_hidden, i);
+  maps.tail(out, kTailHidden, out->product[kRoutedDown], Buffer::ring_hidden, Buffer::ring_hidden,
+            i);
   maps.finish();
 }
 

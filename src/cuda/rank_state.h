@@ -97,7 +97,7 @@ struct RankState {
   uint64_t tag;
   uint64_t arrival_ns, progress_ns;  // 0 = no deadline
   int32_t tail_rows;    // an expert's last rows, if they are no more, join the tile before
-  int32_t comm_blocks;               // blocks of this rank that communicate, at least 1
+  int32_t comm_blocks;  // blocks of this rank that communicate, at least 1
 
   const __nv_bfloat16* x;
   int64_t x_stride;

@@ -105,8 +105,8 @@ class TallConsumer : protected Consumer<Products> {
     constexpr bool kGateUp = kKind == TaskKind::gate_up_tall;
     wait(shared_.full[at_.high()], at_.high_phase(), shared_.abort);
     ptx::wgmma_fence();
-    const uint32_t b = ptx::shared_address(shared_.b[at_.high()]) +
-                       group_ * (kGateUp ? 1 : 2) * kGroupBytesB;
+    const uint32_t b =
+        ptx::shared_address(shared_.b[at_.high()]) + group_ * (kGateUp ? 1 : 2) * kGroupBytesB;
     const ptx::Operand<kTransposed> first(b);
     const ptx::Operand<kTransposed> second(b + (kGateUp ? 2 : 1) * kGroupBytesB);
     const ptx::Operand<false> tokens(ptx::shared_address(shared_.a[at_.high()]));
@@ -206,8 +206,8 @@ class TallConsumer : protected Consumer<Products> {
     if (columns >= task.cols) return;
     const uint32_t column = (task.col0 + columns + lane_column()) * 2;
     int token = lane_token();
-    uint64_t hidden = reinterpret_cast<uint64_t>(out.hidden) + column +
-                      uint64_t{row_bytes} * (task.row0 + token);
+    uint64_t hidden =
+        reinterpret_cast<uint64_t>(out.hidden) + column + uint64_t{row_bytes} * (task.row0 + token);
     uint64_t gate = reinterpret_cast<uint64_t>(out.gate) + column +
                     uint64_t{row_bytes} * (task.save_row0 + token);
     const uint64_t up_minus_gate =
