@@ -49,14 +49,6 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&m)[4], bool odd
   return upper ? uint4{c0, c1, b0, b1} : uint4{a0, a1, c0, c1};
 }
 
-// Of a tall tile (tall_consumer.cuh), whose accumulators are turned over: words of 16 tokens x 16
-// columns, pairs of tokens, become pairs of columns; transposed, lane t of a quad then has columns
-// 8 * (t % 2) .. of token 8 * (t / 2) + lane / 4.
-__device__ __forceinline__ void turn_piece(const uint32_t* word, uint32_t (&m)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) m[i] = ptx::transpose_matrix(word[i]);
-}
-
 // The thread's row of a tile.
 __device__ __forceinline__ int tile_row(int half) {
   const uint32_t thread = fresh_thread();

@@ -5,10 +5,9 @@
 //   warpgroup g    64 columns of gate and of up (or twice 64 columns), boxes first_box and
 //                  second_box of the stage's b, times 144 tokens of its a
 //
-// A tile is stored where it ends: with 144 accumulators there is no room for a pending one.
-// Accumulators become bf16 pairs, of two tokens each; blocks of 8 x 8 are turned over (movmatrix),
-// after which lanes hold them as those of any other tile: pairs of columns. Four blocks, of 16
-// tokens and 16 columns, are a piece; lanes exchange words until each has 16 bytes of a row.
+// A tile is stored where it ends, a piece at a time (tall_piece.cuh): with 144 accumulators there is
+// no room for a pending one. Its three rounds have code for three pieces each: for all nine of them
+// instructions would come too late.
 //
 // Bits: as in other tiles an element's products are added in one chain, K ascending.
 #pragma once
@@ -17,6 +16,7 @@
 #include "cuda/epilogue.cuh"
 #include "cuda/swiglu.cuh"
 #include "cuda/tall_d_hidden.cuh"
+#include "cuda/tall_piece.cuh"
 
 namespace mok::cuda {
 
@@ -60,7 +60,6 @@ class TallConsumer : protected Consumer<Products> {
 
  private:
   static constexpr int kTokens = kTileM + kTailRows;
-  static constexpr int kPieceTokens = 16;
   static constexpr int kWords = kTokens / 2;
   static constexpr int kPieceWords = 8;  // of both boxes
 
@@ -125,7 +124,7 @@ class TallConsumer : protected Consumer<Products> {
     uint32_t word[Epilogue::kWords];
     multiply_d_hidden(word, shape.steps());
     const uint32_t last = at_.high_before(1);
-    Epilogue epilogue(products_, shared_.task[at_.low_before(1)], group_,
+    Epilogue epilogue(products_, shared_, shared_.task[at_.low_before(1)], group_,
                       reinterpret_cast<float*>(shared_.b[last]));
     // Until both are done with the stage; until all sums are there.
     ptx::named_barrier_sync(this->kBothGroups, kConsumerGroups * kWarpgroup);
@@ -178,24 +177,9 @@ class TallConsumer : protected Consumer<Products> {
     at_.advance_high();
   }
 
-  // The lane's token in piece 0 and its first column in the warp's box.
-  static __device__ __forceinline__ int lane_token() {
-    const uint32_t lane = fresh_thread() % kWarp;
-    return static_cast<int>(lane % 4 / 2 * 8 + lane / 4);
-  }
-  static __device__ __forceinline__ int lane_column() {
-    const uint32_t thread = fresh_thread();
-    return static_cast<int>(thread % kWarpgroup / kWarp * 16 + thread % 2 * 8);
-  }
+  static constexpr int kRounds = 3, kRoundPieces = kTokens / kPieceTokens / kRounds;
 
-  // The first piece's words make room for the next one's.
-  static __device__ __forceinline__ void move_up(uint32_t (&word)[kWords]) {
-#pragma unroll
-    for (int i = 0; i < kWords - kPieceWords; ++i) word[i] = word[i + kPieceWords];
-  }
-  static __device__ __forceinline__ void store(uint64_t to, const uint32_t (&m)[4], bool valid) {
-    const uint32_t lane = fresh_thread();
-    const uint4 v = transpose_quad(m, lane & 1, lane & 2);
+  static __device__ __forceinline__ void store(uint64_t to, uint4 v, bool valid) {
     if (valid) ptx::store_global_16(reinterpret_cast<void*>(to), v);
   }
 
@@ -204,31 +188,35 @@ class TallConsumer : protected Consumer<Products> {
     const uint32_t row_bytes = static_cast<uint32_t>(out.row_elements) * 2;
     const int columns = group_ * kGroupN;
     if (columns >= task.cols) return;
-    const uint32_t column = (task.col0 + columns + lane_column()) * 2;
-    int token = lane_token();
-    uint64_t hidden =
-        reinterpret_cast<uint64_t>(out.hidden) + column + uint64_t{row_bytes} * (task.row0 + token);
+    const PieceTurner turner(shared_);
+    const uint32_t column = (task.col0 + columns + turner.column()) * 2;
+    int token = turner.token();
+    uint64_t hidden = reinterpret_cast<uint64_t>(out.hidden) + column +
+                      uint64_t{row_bytes} * (task.row0 + token);
     uint64_t gate = reinterpret_cast<uint64_t>(out.gate) + column +
                     uint64_t{row_bytes} * (task.save_row0 + token);
     const uint64_t up_minus_gate =
         reinterpret_cast<uint64_t>(out.up) - reinterpret_cast<uint64_t>(out.gate);
-    const bool wanted = out.hidden != nullptr;
+    const bool wanted = out.hidden != nullptr, kept = task.save_rows > 0;
 #pragma unroll 1
-    for (int first = 0; first < task.rows; first += kPieceTokens) {
-      uint32_t g[4], u[4], h[4];
-      turn_piece(word, g);
-      turn_piece(word + 4, u);
+    for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) h[i] = swiglu_pair(g[i], u[i], products_.swiglu_limit);
-      if (task.save_rows > 0) {
-        store(gate, g, token < task.save_rows);
-        store(gate + up_minus_gate, u, token < task.save_rows);
+      for (int piece = 0; piece < kRoundPieces; ++piece) {
+        uint32_t g[4], u[4], h[4];
+        take_piece(word + kPieceWords * piece, g);
+        take_piece(word + kPieceWords * piece + 4, u);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) h[i] = swiglu_pair(g[i], u[i], products_.swiglu_limit);
+        if (kept) {
+          store(gate, turner.turn(g), token < task.save_rows);
+          store(gate + up_minus_gate, turner.turn(u), token < task.save_rows);
+        }
+        store(hidden, turner.turn(h), wanted && token < task.rows);
+        token += kPieceTokens;
+        hidden += uint64_t{row_bytes} * kPieceTokens;
+        gate += uint64_t{row_bytes} * kPieceTokens;
       }
-      store(hidden, h, wanted && token < task.rows);
-      move_up(word);
-      token += kPieceTokens;
-      hidden += uint64_t{row_bytes} * kPieceTokens;
-      gate += uint64_t{row_bytes} * kPieceTokens;
+      move_up<kPieceWords * kRoundPieces>(word);
     }
   }
 
@@ -236,24 +224,37 @@ class TallConsumer : protected Consumer<Products> {
   __device__ __forceinline__ void store_rows(uint32_t (&word)[kWords], const TileTask& task) {
     const Product& product = products_.product[task.product];
     const int columns = group_ * 2 * kGroupN;
-    const uint32_t column = (task.col0 + columns + lane_column()) * 2;
+    const PieceTurner turner(shared_);
+    const uint32_t column = (task.col0 + columns + turner.column()) * 2;
     const bool both = columns + kGroupN < task.cols;
-    int token = lane_token();
+    int token = turner.token();
     const auto destination = [&]() -> uint64_t {
       return token < task.rows ? row_destination(task, product, token, column) : 0;
     };
-    uint64_t to = destination();
+    uint64_t next[kRoundPieces];
+    const auto ask_for_round = [&] {
+#pragma unroll
+      for (uint64_t& to : next) {
+        to = destination();
+        token += kPieceTokens;
+      }
+    };
+    ask_for_round();
 #pragma unroll 1
-    for (int first = 0; first < task.rows; first += kPieceTokens) {
-      token += kPieceTokens;
-      const uint64_t next = destination();
-      uint32_t m[4];
-      turn_piece(word, m);
-      store(to, m, to != 0);
-      turn_piece(word + 4, m);
-      store(to + kGroupN * 2, m, to != 0 && both);
-      move_up(word);
-      to = next;
+    for (int round = 0; round < kRounds; ++round) {
+      uint64_t to[kRoundPieces];
+#pragma unroll
+      for (int piece = 0; piece < kRoundPieces; ++piece) to[piece] = next[piece];
+      ask_for_round();
+#pragma unroll
+      for (int piece = 0; piece < kRoundPieces; ++piece) {
+        uint32_t m[4];
+        take_piece(word + kPieceWords * piece, m);
+        store(to[piece], turner.turn(m), to[piece] != 0);
+        take_piece(word + kPieceWords * piece + 4, m);
+        store(to[piece] + kGroupN * 2, turner.turn(m), to[piece] != 0 && both);
+      }
+      move_up<kPieceWords * kRoundPieces>(word);
     }
   }
 };

@@ -20,6 +20,7 @@ inline constexpr int kHalfM = 64;           // rows of one consumer warpgroup
 inline constexpr int kHalfN = 128;          // gate columns (and up columns) of a gate-up tile
 inline constexpr int kTileInterGrad = 192;  // columns of a d_hidden tile
 inline constexpr int kTailRows = 16;        // of a tall tile, beyond kTileM; one load
+inline constexpr int kPieceTokens = 16, kPieceColumns = 16;  // a warp stores of one at a time
 inline constexpr int kGroupN = 64;  // sizes are multiples of it; a load of B, an epilogue slot
 inline constexpr int kStages = 4;
 inline constexpr int kTaskSlots = 4;  // drawn, loading, multiplying, storing
@@ -240,6 +241,7 @@ struct Products : GradientMaps<kGradientMaps>, Fp8Products<kFp8Count>, TailMaps<
 struct TileShared {
   alignas(1024) uint8_t a[kStages][(kTileM + kTailRows) * kTileK * 2];
   alignas(1024) uint8_t b[kStages][kTileN * kTileK * 2];
+  alignas(16) uint8_t piece[kConsumerWarps][kPieceTokens * kPieceColumns * 2];  // of tall tiles
   TileTask task[kTaskSlots];
   TileTask::Shape shape[kTaskSlots];
   ptx::Mbarrier full[kStages], empty[kStages];

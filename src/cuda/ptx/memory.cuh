@@ -80,12 +80,20 @@ __device__ __forceinline__ void store_matrices(uint32_t shared_row, uint32_t m0,
                "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                : "memory");
 }
-// Turns an 8 x 8 matrix of bf16 over, each lane holding a pair as in a wgmma accumulator: from
-// columns lane / 4, rows 2 * (lane % 4) + {0, 1} to rows lane / 4, columns 2 * (lane % 4) + {0, 1}.
-__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
-  uint32_t turned;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-  return turned;
+// The same, each matrix turned over: a lane holds pairs of its columns.
+__device__ __forceinline__ void store_matrices_turned(uint32_t shared_row, const uint32_t (&m)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_row),
+      "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+      : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 // fence_proxy_async for shared memory alone.
 __device__ __forceinline__ void fence_proxy_async_shared() {
