@@ -5,9 +5,9 @@
 //   warpgroup g    64 columns of gate and of up (or twice 64 columns), boxes first_box and
 //                  second_box of the stage's b, times 144 tokens of its a
 //
-// A tile is stored where it ends, a piece at a time (tall_piece.cuh): with 144 accumulators there is
-// no room for a pending one. Its three rounds have code for three pieces each: for all nine of them
-// instructions would come too late.
+// A tile is stored where it ends, a piece at a time (tall_piece.cuh): with 144 accumulators there
+// is no room for a pending one. Its three rounds have code for three pieces each: for all nine of
+// them instructions would come too late.
 //
 // Bits: as in other tiles an element's products are added in one chain, K ascending.
 #pragma once
@@ -191,8 +191,8 @@ class TallConsumer : protected Consumer<Products> {
     const PieceTurner turner(shared_);
     const uint32_t column = (task.col0 + columns + turner.column()) * 2;
     int token = turner.token();
-    uint64_t hidden = reinterpret_cast<uint64_t>(out.hidden) + column +
-                      uint64_t{row_bytes} * (task.row0 + token);
+    uint64_t hidden =
+        reinterpret_cast<uint64_t>(out.hidden) + column + uint64_t{row_bytes} * (task.row0 + token);
     uint64_t gate = reinterpret_cast<uint64_t>(out.gate) + column +
                     uint64_t{row_bytes} * (task.save_row0 + token);
     const uint64_t up_minus_gate =

@@ -20,7 +20,7 @@ class TallDHiddenEpilogue {
   static constexpr int kTokens = kTileM + kTailRows;
   static constexpr int kSharedTokens = 80;  // of box 1
   static constexpr int kOwnPieces = kTokens / 16, kPieces = kOwnPieces + kSharedTokens / 16;
-  static constexpr int kWords = 4 * kPieces;  // an even number of pieces
+  static constexpr int kWords = 4 * kPieces;        // an even number of pieces
   static constexpr int kSums = kTileInterGrad / 8;  // of a token
   static_assert(kTokens * kSums * sizeof(float) <= kTileN * kTileK * 2);
 

@@ -1,7 +1,7 @@
-// Results of tall tiles (tall_consumer.cuh), a piece of 16 tokens and 16 columns at a time. A warp's
-// accumulators are turned over: a word is a pair of tokens of one column, word 2 * i + half has
-// tokens 8i .. and columns 8 * half .. of the piece. Through 512 bytes of shared memory each lane
-// gets eight columns of one token.
+// Results of tall tiles (tall_consumer.cuh), a piece of 16 tokens and 16 columns at a time. A
+// warp's accumulators are turned over: a word is a pair of tokens of one column, word 2 * i + half
+// has tokens 8i .. and columns 8 * half .. of the piece. Through 512 bytes of shared memory each
+// lane gets eight columns of one token.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
