@@ -19,7 +19,7 @@ std::vector<CheckCase> check_cases() {
   const auto add = [&](CheckCase c) { all.push_back(std::move(c)); };
 
   // Rows beside the edges of a tile, of one expert.
-  for (const int64_t rows : {1, 127, 128, 129, 255, 257}) {
+  for (const int64_t rows : {1, 127, 128, 129, 144, 145, 255, 257}) {
     add({"rows " + std::to_string(rows), shape(128, 128, 2, 1), {rows}, "one-expert"});
   }
   // Sizes beside the edges of a column tile.

@@ -44,6 +44,18 @@ std::vector<Case> cases() {
       {"narrow_inter", shape_of(512, 704, 16, 4), {100}},
       {"wide_inter", shape_of(128, 1536, 4, 2), {200}},
       {"whole_tiles", shape_of(256, 256, 2, 1), {512}, "one-expert"},
+      {"one_row_in_the_last_tile", shape_of(256, 320, 2, 1), {129}, "one-expert"},
+      {"few_rows_in_the_last_tile", shape_of(320, 448, 2, 1, 128), {144}, "one-expert"},
+      {"few_rows_limited", limited, {140}, "one-expert"},
+      {"few_rows_not_saved", shape_of(256, 384, 2, 1), {272}, "one-expert", 0, 512, 0},
+      {"few_rows_after_refills", shape_of(256, 192, 4, 2), {1420}, "one-expert", 512, 256},
+      {"few_rows_after_refills_not_saved",
+       shape_of(256, 192, 4, 2),
+       {1420},
+       "one-expert",
+       512,
+       256,
+       0},
       {"shared", shape_of(256, 128, 8, 2, 192), {300}},
       {"shared_gated", shape_of(256, 128, 8, 2, 192, true), {300}},
       {"shared_gated_limit", limited, {300}},
@@ -109,6 +121,28 @@ INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackward, ::testing::ValuesIn(in_each_precision
 
 using GpuBackwardBits = InEachPrecision;
 INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardBits, each_precision(), precision_name);
+
+// An expert's last rows, computed with the tile before them or, in a minibatch of their own, not.
+TEST_P(GpuBackwardBits, same_for_an_experts_last_rows) {
+  for (const int64_t rows : {129, 136, 143, 144, 145, 260, 384}) {
+    LayerSetup s;
+    s.options.precision = GetParam();
+    s.shape = shape_of(320, 448, 2, 1);
+    s.seed = 12;
+    s.routing = problem::parse_routing("one-expert");
+    s.options.deadlines = {20, 10};
+    s.options.workspace.minibatch_rows = 128;
+    s.tokens = {rows};
+    const Results alone = run_both(s);
+    s.options.workspace.minibatch_rows = 4096;
+    expect_same_bits(alone, run_both(s), std::to_string(rows) + " rows");
+    s.options.workspace.saved_rows = 0;
+    expect_same_bits(alone, run_both(s), std::to_string(rows) + " rows, not saved");
+    s.options.workspace.saved_rows = -1;
+    s.tokens = {100, rows - 100};
+    expect_same_bits(alone, run_both(s), std::to_string(rows) + " rows, split");
+  }
+}
 
 // One problem, split and tuned in every way: the same bits.
 TEST_P(GpuBackwardBits, same_for_every_ep_and_knob) {

@@ -128,6 +128,25 @@ TEST_P(GpuForwardBits, same_for_every_ep_and_knob) {
   }
 }
 
+// An expert's last rows, computed with the tile before them or, in a minibatch of their own, not.
+TEST_P(GpuForwardBits, same_for_an_experts_last_rows) {
+  for (const int64_t rows : {129, 136, 143, 144, 145, 260, 384}) {
+    LayerSetup s;
+    s.options.precision = GetParam();
+    s.shape = shape_of(320, 448, 2, 1);
+    s.seed = 12;
+    s.routing = problem::parse_routing("one-expert");
+    s.options.deadlines = {20, 10};
+    s.options.workspace.minibatch_rows = 128;
+    s.tokens = {rows};
+    const auto alone = GpuLayer(s).forward();
+    s.options.workspace.minibatch_rows = 4096;
+    expect_same_bits(alone, GpuLayer(s).forward(), std::to_string(rows) + " rows");
+    s.tokens = {100, rows - 100};
+    expect_same_bits(alone, GpuLayer(s).forward(), std::to_string(rows) + " rows, split");
+  }
+}
+
 TEST(GpuForward, bad_id_is_named_and_the_next_call_works) {
   LayerSetup s;
   s.shape = shape_of(128, 128, 4, 2);
