@@ -2,18 +2,23 @@
 //
 //   warpgroup 0 (56 registers a thread)
 //     load         waits for a task's inputs, then tensor loads into the stage ring
+//                  (tile_loader.cuh)
 //     schedule     draws a ticket, decodes it, fills a task slot
 //     publish      waits until a tile's stores are issued, makes them visible, counts the tile in
 //     communicate  free for the caller
 //   warpgroups 1, 2 (224 registers): 64 rows x 256 columns each; 128 accumulators a thread, and the
 //     previous tile's 64 registers of bf16, stored slot by slot between the wgmma groups; a loop
 //     for each kind of epilogue, which stores what is pending before it leaves. fp8: 128
-//     accumulators and 64 of scratch, stored at a tile's end (fp8_consumer.cuh)
+//     accumulators and 64 of scratch, stored at a tile's end (fp8_consumer.cuh); tall tiles, an
+//     expert's last rows with the 128 before them: 144 accumulators (tall_consumer.cuh)
 //
 //   shared memory                     written by   full             read by     empty
-//     a[4] 16 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
+//     a[4] 18 KB, b[4] 32 KB          load (TMA)   full: bytes      consumers   empty: 8 warps
 //     b of a weight gradient's last   consumers    (a warp's own)   tensor      the same, after
 //       stage, once it is multiplied                               stores        its 2nd slot
+//     b of a tall d_hidden tile's     consumers    both groups'     consumers   the same, when
+//       last stage: sums                           barrier                      they are added
+//     piece[8] 512 bytes              a consumer warp of a tall tile, for itself
 //     task[4], shape[4]               schedule     task_full        all         task_empty: load,
 //                                                                                 publish
 //   task_done: consumers -> publish              draw: load -> schedule (draw the next ticket now)
@@ -37,6 +42,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/row_epilogue.cuh"
 #include "cuda/tall_consumer.cuh"
+#include "cuda/tile_loader.cuh"
 #include "cuda/tile_types.cuh"
 
 namespace mok::cuda {
@@ -61,12 +67,6 @@ concept TileHooks = requires(T hooks, TileTask& task, const TileTask& filled) {
   hooks.wait_ready(filled);
   hooks.publish(filled);
 };
-
-// The next ticket is drawn this many steps before the last load of a task: late, so that a block
-// sits on no work that another could begin, but early enough to hide the draw, its decoding and the
-// look at its counter (5000 cycles; a step is 1024).
-inline constexpr int kDrawLead = 10;
-inline constexpr int kDrawLeadDHidden = 18;  // its steps are shorter, its look-up is longer
 
 template <class Hooks>
 __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks) {
@@ -95,189 +95,6 @@ __device__ __forceinline__ void schedule_tasks(TileShared& shared, Hooks& hooks)
     at.advance();
   }
 }
-
-// After an abort: loads that are on their way must not outlive the block's shared memory.
-__device__ __forceinline__ void land_loads(TileShared& shared, const RingCursor<kStages>& next) {
-  for (uint32_t back = 1; back <= kStages && back <= next.position; ++back) {
-    const RingCursor<kStages> at{next.position - back};
-    while (!shared.full[at.slot()].try_wait(at.phase())) {
-    }
-  }
-}
-
-// The loads of one tile task, by one thread. What differs between kinds is known at compile time:
-// every instruction between two loads delays the ring.
-template <class Products, class Hooks>
-class TileLoader {
- public:
-  __device__ __forceinline__ TileLoader(TileShared& shared, const Products& products, Hooks& hooks)
-      : shared_(shared), products_(products), hooks_(hooks) {}
-
-  template <bool kBackward>
-  __device__ __forceinline__ void run() {
-    RingCursor<kTaskSlots> task_at;
-    bool go = true;
-    while (go && wait(shared_.task_full[task_at.slot()], task_at.phase(), shared_.abort)) {
-      const TileTask& task = shared_.task[task_at.slot()];
-      if (task.kind == TaskKind::stop) return;
-      hooks_.wait_ready(task);
-      shared_.task_loading[task_at.slot()].arrive();
-      const bool d_hidden =
-          kBackward && (task.kind == TaskKind::d_hidden ||
-                        (Products::kFp8 && task.kind == TaskKind::d_hidden_fp8) ||
-                        (Products::kTall && task.kind == TaskKind::d_hidden_tall));
-      to_draw_ = max(task.steps - (d_hidden ? kDrawLeadDHidden : kDrawLead), 0);
-      if (task.steps == 0) shared_.draw.arrive();
-      const Product& product = products_.product[task.product];
-      const bool both_halves = task.rows > kHalfM;
-      if (Products::kFp8 && is_fp8(task.kind)) {
-        go = load_fp8(task, product, both_halves);
-      } else if (Products::kTall && is_tall(task.kind)) {
-        go = load_tall<kBackward>(task, product);
-      } else if (task.kind == TaskKind::gate_up) {
-        go = task.shape_of().narrow() ? load_gate_up<1, 1>(task, product, both_halves)
-                                      : load_gate_up<2, 2>(task, product, both_halves);
-      } else if (!kBackward || task.kind == TaskKind::down) {
-        go = load<false, false>(task, product, 0, task.steps, both_halves);
-      } else if (task.kind == TaskKind::weight_grad) {
-        go = load<true, true>(task, product, 0, task.steps, both_halves);
-      } else if (task.kind == TaskKind::d_input) {
-        go = load<false, true>(task, product, 0, task.steps / 2, both_halves) &&
-             load<false, true>(task, product, 1, task.steps / 2, both_halves);
-      } else {
-        go = load<false, true>(task, product, 0, task.steps, both_halves);
-      }
-      shared_.task_empty[task_at.slot()].arrive();
-      task_at.advance();
-    }
-    land_loads(shared_, stage_);
-  }
-
- private:
-  // Waits for a free stage; false after an abort.
-  __device__ __forceinline__ bool begin(uint32_t bytes) {
-    if (to_draw_-- == 0) shared_.draw.arrive();
-    if (!wait(shared_.empty[stage_.slot()], stage_.phase() ^ 1, shared_.abort)) return false;
-    shared_.full[stage_.slot()].arrive_expect(bytes);
-    return true;
-  }
-
-  // Codes: all operands lie along the contraction.
-  __device__ __forceinline__ bool load_fp8(const TileTask& task, const Product& product,
-                                           bool both_halves) {
-    if (task.kind == TaskKind::gate_up_fp8) {
-      return task.cols <= kGroupN ? load_gate_up<1, 2>(task, product, both_halves)
-                                  : load_gate_up<2, 2>(task, product, both_halves);
-    }
-    if (task.kind != TaskKind::d_input_fp8) {
-      return load<false, false>(task, product, 0, task.steps, both_halves);
-    }
-    return load<false, false>(task, product, 0, task.steps / 2, both_halves) &&
-           load<false, false>(task, product, 1, task.steps / 2, both_halves);
-  }
-
-  template <bool kBackward>
-  __device__ __forceinline__ bool load_tall(const TileTask& task, const Product& product) {
-    if constexpr (Products::kTall) {
-      if (!kBackward && task.kind == TaskKind::gate_up_tall) {
-        return task.cols <= kGroupN ? load_gate_up<1, 2, true>(task, product, true)
-                                    : load_gate_up<2, 2, true>(task, product, true);
-      }
-      if (!kBackward) {
-        return load<false, false, true>(task, product, 0, task.steps, true);
-      }
-      if (task.kind == TaskKind::d_hidden_tall) {
-        return load<false, true, true>(task, product, 0, task.steps, true);
-      }
-      return load<false, true, true>(task, product, 0, task.steps / 2, true) &&
-             load<false, true, true>(task, product, 1, task.steps / 2, true);
-    }
-    return false;
-  }
-
-  // kSide boxes of gate and, from box kUpAt on, as many of up.
-  template <int kSide, int kUpAt, bool kTail = false>
-  __device__ __forceinline__ bool load_gate_up(const TileTask& task, const Product& product,
-                                               bool both_halves) {
-    const CUtensorMap* a_map = &products_.map[product.a[0]];
-    const CUtensorMap* gate = &products_.map[product.b[0]];
-    const CUtensorMap* up = &products_.map[product.b[1]];
-    const int steps = task.steps, row = task.row0, column = task.col0, expert = task.expert;
-    const uint32_t bytes =
-        (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB + (kTail ? kTailBytes : 0);
-    for (int k = 0; k < steps * kTileK; k += kTileK) {
-      if (!begin(bytes)) return false;
-      ptx::Mbarrier* full = &shared_.full[stage_.slot()];
-      uint8_t* a = shared_.a[stage_.slot()];
-      uint8_t* b = shared_.b[stage_.slot()];
-      ptx::load_tensor(a, a_map, full, k, row, 0);
-      if (both_halves) ptx::load_tensor(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
-      if constexpr (kTail) load_tail(a, product, full, k, row, 0);
-#pragma unroll
-      for (int i = 0; i < kSide; ++i) {
-        ptx::load_tensor(b + i * kGroupBytesB, gate, full, k, column + i * kGroupN, expert);
-      }
-#pragma unroll
-      for (int i = 0; i < kSide; ++i) {
-        ptx::load_tensor(b + (kUpAt + i) * kGroupBytesB, up, full, k, column + i * kGroupN, expert);
-      }
-      stage_.advance();
-    }
-    return true;
-  }
-
-  // `part`: which of the product's operands, for d_input.
-  template <bool kTransposedA, bool kTransposedB, bool kTail = false>
-  __device__ __forceinline__ bool load(const TileTask& task, const Product& product, int part,
-                                       int steps, bool both_halves) {
-    const CUtensorMap* a_map = &products_.map[product.a[part]];
-    const CUtensorMap* b_map = &products_.map[product.b[part]];
-    const int row = task.row0, column = task.col0, boxes = task.cols / kGroupN;
-    // A weight gradient's contraction runs over rows of the ring.
-    const int expert = kTransposedA ? 0 : task.expert;
-    const int slice = kTransposedA ? product.a_slice : part;
-    const int k0 = kTransposedA ? task.save_row0 : 0;
-    const uint32_t bytes =
-        (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB + (kTail ? kTailBytes : 0);
-    for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
-      if (!begin(bytes)) return false;
-      ptx::Mbarrier* full = &shared_.full[stage_.slot()];
-      uint8_t* a = shared_.a[stage_.slot()];
-      uint8_t* b = shared_.b[stage_.slot()];
-      load_box<kTransposedA>(a, a_map, full, k, row, slice);
-      if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, slice);
-      if constexpr (kTail) load_tail(a, product, full, k, row, slice);
-#pragma unroll
-      for (int i = 0; i < kTileN / kGroupN; ++i) {
-        if (i < boxes) {
-          load_box<kTransposedB>(b + i * kGroupBytesB, b_map, full, k, column + i * kGroupN,
-                                 expert);
-        }
-      }
-      stage_.advance();
-    }
-    return true;
-  }
-
-  // A tall tile's rows beyond the first kTileM.
-  __device__ __forceinline__ void load_tail(uint8_t* a, const Product& product, ptx::Mbarrier* full,
-                                            int k, int row, int slice) {
-    ptx::load_tensor(a + 2 * kHalfBytesA, &products_.tail_map[product.tail], full, k, row + kTileM,
-                     slice);
-  }
-
-  template <bool kTransposed>
-  __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, ptx::Mbarrier* full,
-                                           int k, int row, int expert) {
-    ptx::load_tensor(to, map, full, kTransposed ? row : k, kTransposed ? k : row, expert);
-  }
-
-  TileShared& shared_;
-  const Products& products_;
-  Hooks& hooks_;
-  RingCursor<kStages> stage_;
-  int to_draw_ = 0;  // steps until the next ticket is to be drawn
-};
 
 // One thread. Its release covers the consumers' stores: they came before their arrivals at
 // task_done, and those before this thread's wait.

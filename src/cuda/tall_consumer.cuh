@@ -2,8 +2,9 @@
 // them, so that its weights are loaded once for both. The product is turned over: weights are
 // wgmma's rows, tokens its columns, of which there may be any multiple of eight.
 //
-//   warpgroup g    64 columns of gate and of up (or twice 64 columns), boxes first_box and
-//                  second_box of the stage's b, times 144 tokens of its a
+//   warpgroup g   times 144 tokens, the stage's a (d_hidden: tall_d_hidden.cuh)
+//     gate_up     boxes g and 2 + g of its b: 64 columns of gate and of up
+//     others      boxes 2 g and 2 g + 1: 128 columns
 //
 // A tile is stored where it ends, a piece at a time (tall_piece.cuh): with 144 accumulators there
 // is no room for a pending one. Its three rounds have code for three pieces each: for all nine of
@@ -40,18 +41,12 @@ class TallConsumer : protected Consumer<Products> {
           at_.advance_low();
           continue;
         }
-        if constexpr (kBackward) {
-          if (shape.kind() == TaskKind::d_hidden_tall) {
-            run_d_hidden(shape);
-          } else {
-            run_tile<TaskKind::d_input_tall>(shape);
-          }
+        if (kBackward && shape.kind() == TaskKind::d_hidden_tall) {
+          run_d_hidden(shape);
+        } else if (!kBackward && shape.kind() == TaskKind::gate_up_tall) {
+          run_tile<TaskKind::gate_up_tall>(shape);
         } else {
-          if (shape.kind() == TaskKind::gate_up_tall) {
-            run_tile<TaskKind::gate_up_tall>(shape);
-          } else {
-            run_tile<TaskKind::down_tall>(shape);
-          }
+          run_tile<kBackward ? TaskKind::d_input_tall : TaskKind::down_tall>(shape);
         }
         this->finish(at_.low_before(1));
       } while (this->wait_for_task());

@@ -57,6 +57,7 @@ enum class ProducerWarp : int { load, schedule, publish, communicate };
 //   d_hidden     192 columns of d_h = d_y w_down, from which d_gate, d_up and w * h are made
 //   d_input      256 columns of d_gate w_gate + d_up w_up, one chain; rows stored as for down
 //   weight_grad  256 columns of rows^T rows, the contraction running over rows
+//   ..._tall     the same of up to kTailRows more rows, those of the next tile
 //   ..._fp8      the same of E4M3 codes, moved as pairs in the place of a bf16. Results of gate_up
 //                and d_hidden leave as codes (d_gate and d_up as bf16 too); d_hidden: 256 columns
 enum class TaskKind : int16_t {
