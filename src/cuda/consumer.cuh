@@ -8,7 +8,6 @@
 namespace mok::cuda {
 
 inline constexpr uint32_t kHalfBytesA = kHalfM * kTileK * 2;
-inline constexpr uint32_t kTailBytes = kTailRows * kTileK * 2;
 inline constexpr uint32_t kGroupBytesB = kGroupN * kTileK * 2;
 
 template <class Products>

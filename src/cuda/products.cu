@@ -53,18 +53,36 @@ class Encoder {
     }
   }
 
-  // The rows that tall tiles of `p` read beyond the first: of a buffer, or of two of one size.
+  // Another map of the same tensor, with boxes of so many rows (and groups of 64 columns).
   template <class Tensors>
-  void tail(Tensors* out, int number, Product& p, Buffer first, Buffer second, int64_t columns) {
-    if constexpr (Tensors::kTall) {
-      const auto *from = state_.at<uint8_t>(first), *to = state_.at<uint8_t>(second);
-      const int64_t buffers = first == second ? 1 : 2;
-      const int64_t between = buffers == 1 ? ring_rows() * columns : (to - from) / 2;
-      encode(kBackwardFp8Maps + kGradientMaps + number,
-             {from, 3, columns, ring_rows(), buffers, columns, between, kTailRows},
-             &out->tail_map[number]);
-      p.tail = static_cast<int8_t>(number);
+  int8_t widen(Tensors* out, int8_t which, int rows, int groups = 0) {
+    BoxedTensor t = tensors_[which];
+    t.box_rows = rows;
+    t.box_groups = groups;
+    encode(kBackwardFp8Maps + kGradientMaps + wide_maps_, t, &out->wide_map[wide_maps_]);
+    return wide_maps_++;
+  }
+  // A and B of `p` lie along the contraction, B with `columns` rows a load; two of gate and up.
+  template <class Tensors>
+  void widen_rows(Tensors* out, Product& p, int columns) {
+    widen_a(out, p);
+    for (int i = 0; i < 2; ++i) {
+      p.wide_b[i] = i > 0 && p.b[1] == p.b[0] ? p.wide_b[0] : widen(out, p.b[i], columns);
     }
+  }
+  // B lies across it.
+  template <class Tensors>
+  void widen_columns(Tensors* out, Product& p, int columns) {
+    widen_a(out, p);
+    for (int i = 0; i < 2; ++i) {
+      p.wide_b[i] =
+          i > 0 && p.b[1] == p.b[0] ? p.wide_b[0] : widen(out, p.b[i], kBox, columns / kBox);
+    }
+  }
+  template <class Tensors>
+  void widen_gradient(Tensors* out, Product& p) {
+    p.wide_a = widen(out, p.a[0], kBox, kTileM / kBox);
+    p.wide_b[0] = p.wide_b[1] = widen(out, p.b[0], kBox, kTileN / kBox);
   }
 
   // Codes, of which two stand for a bf16: rows of the ring, with their scales behind them.
@@ -123,11 +141,21 @@ class Encoder {
   void encode(int place, const BoxedTensor& t, CUtensorMap* to) {
     good_ = good_ && cache_.encode(place, t, to);
   }
-  void encode(Map which, const BoxedTensor& t) { encode(which, t, &maps_[which]); }
+  void encode(Map which, const BoxedTensor& t) {
+    tensors_[which] = t;
+    encode(which, t, &maps_[which]);
+  }
+  template <class Tensors>
+  void widen_a(Tensors* out, Product& p) {
+    p.wide_a = widen(out, p.a[0], kTileM);
+    if (Tensors::kTall) p.tall_a = widen(out, p.a[0], kTileM + kTailRows);
+  }
 
   const RankState& state_;
   TensorMapCache& cache_;
   CUtensorMap* maps_;
+  BoxedTensor tensors_[kBackwardFp8Maps];
+  int8_t wide_maps_ = 0;
   bool good_ = true;
 };
 
@@ -135,6 +163,7 @@ Product product_of(int8_t a, int8_t b, int8_t second_a, int8_t second_b) {
   Product p{};
   p.a[0] = a, p.a[1] = second_a;
   p.b[0] = b, p.b[1] = second_b;
+  p.wide_a = p.tall_a = p.wide_b[0] = p.wide_b[1] = Product::kNoMap;
   return p;
 }
 Product product_of(int8_t a, int8_t b) { return product_of(a, b, a, b); }
@@ -252,7 +281,10 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
                        s.at<float>(Buffer::router_partials),
                        g.intermediate,
                        g.columns_d_hidden()};
-  maps.tail(out, kTailDY, d_hidden, Buffer::ring_d_y, Buffer::ring_d_y, h);
+  if constexpr (Tensors::kWide) {
+    fp8 ? maps.widen_rows(out, d_hidden, kTileN)
+        : maps.widen_columns(out, d_hidden, kTileInterGrad);
+  }
   Product& recomputed = product(kDHiddenRecomputed);
   recomputed = d_hidden;
   recomputed.gate_in_ring = true;
@@ -262,7 +294,11 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   product(kDInput) =
       rows_to(product_of(d_gate_up, mx ? kGateBackward : kGate, d_gate_up, mx ? kUpBackward : kUp),
               s.tables.row_destination);
-  maps.tail(out, kTailDGateUp, product(kDInput), Buffer::ring_d_gate, Buffer::ring_d_up, i);
+  if constexpr (Tensors::kWide) {
+    maps.widen_rows(out, product(kRecomputeGateUp), kHalfN);
+    Product& d_input = product(kDInput);
+    fp8 ? maps.widen_rows(out, d_input, kTileN) : maps.widen_columns(out, d_input, kTileN);
+  }
   const auto routed = [&](Map left, Map right, const StackGrad& grad, plan::WeightMatrix matrix,
                           int64_t width) {
     Product p = weight_grad(left, right, grad.mode, grad.target.data, grad.target.row_stride,
@@ -275,6 +311,12 @@ void fill_backward(const RankState& s, const LayerShape& shape, const BackwardAr
   product(kGradUp) = routed(kRingDGateUp, kRingX, a.d_up, plan::WeightMatrix::up, h);
   product(kGradUp).a_slice = 1;
   product(kGradDown) = routed(kRingDY, kRingHidden, a.d_down, plan::WeightMatrix::down, i);
+  if constexpr (Tensors::kWide) {
+    maps.widen_gradient(out, product(kGradGate));
+    product(kGradUp).wide_a = product(kGradGate).wide_a;  // the other slice
+    product(kGradUp).wide_b[0] = product(kGradGate).wide_b[0];
+    maps.widen_gradient(out, product(kGradDown));
+  }
 
   product(kRecomputeSharedGateUp) = gate_up(
       kOwnX, kSharedGate, kSharedUp, g.shared_gate ? rows_of(s, Buffer::shared_hidden) : nullptr,
@@ -347,9 +389,10 @@ void fill_forward(const RankState& s, const LayerShape& shape, const ForwardArgs
               a.saved.shared_up, s.g.shared_intermediate);
   out->product[kSharedDownProduct] =
       rows_to(product_of(kSharedHidden, kSharedDown), s.tables.shared_destination);
-  maps.tail(out, kTailX, out->product[kRoutedGateUp], Buffer::ring_x, Buffer::ring_x, h);
-  maps.tail(out, kTailHidden, out->product[kRoutedDown], Buffer::ring_hidden, Buffer::ring_hidden,
-            i);
+  if constexpr (Tensors::kWide) {
+    maps.widen_rows(out, out->product[kRoutedGateUp], kHalfN);
+    maps.widen_rows(out, out->product[kRoutedDown], kTileN);
+  }
   maps.finish();
 }
 

@@ -62,17 +62,17 @@ enum BackwardProduct : int16_t {
 // Weight gradients, in the order of their products.
 inline constexpr int kGradientMaps = 6;
 
-// Tails of tall tiles.
-enum ForwardTail : int8_t { kTailX, kTailHidden, kForwardTails };
-enum BackwardTail : int8_t { kTailDY, kTailDGateUp, kBackwardTails };
+// Of the routed products, A with 128 and with 144 rows, and B: gate_up (two of these) and down;
+// gate_up, d_hidden, d_input (two) and the weight gradients.
+inline constexpr int kForwardWideMaps = 4 + 3, kBackwardWideMaps = 4 + 3 + 4 + 4;
 
 template <int kRanks, bool kFp8>
 using ForwardTensors = Products<kForwardMaps, kForwardProducts, 0, kFp8 ? kFp8Down + 1 : 0,
-                                kRanks == 1 && !kFp8 ? kForwardTails : 0>;
+                                kRanks == 1 ? kForwardWideMaps : 0>;
 template <int kRanks, bool kFp8>
 using BackwardTensors = Products<kFp8 ? kBackwardFp8Maps : kBackwardMaps, kBackwardProducts,
                                  kRanks == 1 ? kGradientMaps : 0, kFp8 ? kFp8DInput + 1 : 0,
-                                 kRanks == 1 && !kFp8 ? kBackwardTails : 0>;
+                                 kRanks == 1 ? kBackwardWideMaps : 0>;
 
 // Throw bad_argument when a tensor map is refused.
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,

@@ -25,12 +25,14 @@ inline auto tensor_map_encoder() {
 
 // bf16, 128-byte swizzle, boxes of 64 columns (128 bytes) x box_rows; out of bounds reads as zero.
 // rank 2: [rows, columns]; rank 3: [experts, rows, columns]. Strides in elements, multiples of 8.
+// box_groups > 0, rank 3 only: seen as [experts, columns / 64, rows, 64], with boxes of so many
+// groups of columns, one behind the other.
 struct BoxedTensor {
   const void* data = nullptr;
   int rank = 2;
   int64_t columns = 0, rows = 0, experts = 1;
   int64_t row_stride = 0, expert_stride = 0;
-  int box_rows = 64;
+  int box_rows = 64, box_groups = 0;
 
   bool operator==(const BoxedTensor&) const = default;
 };
@@ -38,13 +40,20 @@ struct BoxedTensor {
 inline bool encode_tensor_map(CUtensorMap* map, const BoxedTensor& t) {
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) return false;
-  const cuuint64_t size[3] = {cuuint64_t(t.columns), cuuint64_t(t.rows), cuuint64_t(t.experts)};
-  const cuuint64_t stride[2] = {cuuint64_t(t.row_stride) * 2, cuuint64_t(t.expert_stride) * 2};
-  const cuuint32_t box[3] = {64, cuuint32_t(t.box_rows), 1};
-  const cuuint32_t element_stride[3] = {1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.rank, const_cast<void*>(t.data), size,
-                stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  const bool grouped = t.box_groups > 0;
+  const cuuint64_t columns = t.columns, rows = t.rows, experts = t.experts;
+  const cuuint64_t row_bytes = t.row_stride * 2, expert_bytes = t.expert_stride * 2;
+  constexpr cuuint32_t kColumns = 64;
+  const cuuint64_t size[] = {grouped ? kColumns : columns, rows,
+                             grouped ? columns / kColumns : experts, experts};
+  const cuuint64_t stride[] = {row_bytes, grouped ? kColumns * 2 : expert_bytes, expert_bytes};
+  const cuuint32_t box[] = {kColumns, cuuint32_t(t.box_rows),
+                            grouped ? cuuint32_t(t.box_groups) : 1, 1};
+  const cuuint32_t element_stride[] = {1, 1, 1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, grouped ? 4 : t.rank,
+                const_cast<void*>(t.data), size, stride, box, element_stride,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -48,10 +48,10 @@ class TileLoader {
       if (task.steps == 0) shared_.draw.arrive();
       const Product& product = products_.product[task.product];
       const bool both_halves = task.rows > kHalfM;
-      if (Products::kFp8 && is_fp8(task.kind)) {
+      if (Products::kWide && is_wide(task, product)) {
+        go = load_wide_operands<kBackward>(task, product);
+      } else if (Products::kFp8 && !Products::kWide && is_fp8(task.kind)) {
         go = load_fp8(task, product, both_halves);
-      } else if (Products::kTall && is_tall(task.kind)) {
-        go = load_tall<kBackward>(task, product);
       } else if (task.kind == TaskKind::gate_up) {
         go = task.shape_of().narrow() ? load_gate_up<1, 1>(task, product, both_halves)
                                       : load_gate_up<2, 2>(task, product, both_halves);
@@ -94,35 +94,107 @@ class TileLoader {
            load<false, false>(task, product, 1, task.steps / 2, both_halves);
   }
 
+  // A narrow gate-up tile has its columns of up right behind those of gate.
+  static __device__ __forceinline__ bool is_wide(const TileTask& task, const Product& product) {
+    return product.wide_b[0] != Product::kNoMap &&
+           !(task.kind == TaskKind::gate_up && task.shape_of().narrow());
+  }
+  // What a box has beyond the matrix are zeros.
   template <bool kBackward>
-  __device__ __forceinline__ bool load_tall(const TileTask& task, const Product& product) {
-    if constexpr (Products::kTall) {
-      if (!kBackward && task.kind == TaskKind::gate_up_tall) {
-        return task.cols <= kGroupN ? load_gate_up<1, 2, true>(task, product, true)
-                                    : load_gate_up<2, 2, true>(task, product, true);
+  __device__ __forceinline__ bool load_wide_operands(const TileTask& task, const Product& product) {
+    if constexpr (Products::kWide) {
+      if (is_gate_up(task.kind)) return load_wide_gate_up(task, product);
+      if (!kBackward) return load_wide<kTileN, false>(task, product, 0, task.steps);
+      if (task.kind == TaskKind::weight_grad) return load_wide_gradient(task, product);
+      constexpr bool kAcross = !Products::kFp8;  // the contraction: how B lies
+      if (task.kind == TaskKind::d_input || task.kind == TaskKind::d_input_fp8 ||
+          task.kind == TaskKind::d_input_tall) {
+        return load_wide<kTileN, kAcross>(task, product, 0, task.steps / 2) &&
+               load_wide<kTileN, kAcross>(task, product, 1, task.steps / 2);
       }
-      if (!kBackward) {
-        return load<false, false, true>(task, product, 0, task.steps, true);
-      }
-      if (task.kind == TaskKind::d_hidden_tall) {
-        return load<false, true, true>(task, product, 0, task.steps, true);
-      }
-      return load<false, true, true>(task, product, 0, task.steps / 2, true) &&
-             load<false, true, true>(task, product, 1, task.steps / 2, true);
+      return load_wide<Products::kFp8 ? kTileN : kTileInterGrad, kAcross>(task, product, 0,
+                                                                          task.steps);
     }
     return false;
   }
 
+  // The rows of A that a tile has.
+  struct WideA {
+    const CUtensorMap* map;
+    uint32_t bytes;
+  };
+  __device__ __forceinline__ WideA wide_a(const TileTask& task, const Product& product,
+                                          int part) const {
+    if (Products::kTall && is_tall(task.kind)) {
+      return {&products_.wide_map[product.tall_a], (kTileM + kTailRows) * kTileK * 2};
+    }
+    if (task.rows > kHalfM) return {&products_.wide_map[product.wide_a], 2 * kHalfBytesA};
+    return {&products_.map[product.a[part]], kHalfBytesA};
+  }
+
+  __device__ __forceinline__ bool load_wide_gate_up(const TileTask& task, const Product& product) {
+    const WideA a = wide_a(task, product, 0);
+    const CUtensorMap* gate = &products_.wide_map[product.wide_b[0]];
+    const CUtensorMap* up = &products_.wide_map[product.wide_b[1]];
+    const int steps = task.steps, row = task.row0, column = task.col0, expert = task.expert;
+    for (int k = 0; k < steps * kTileK; k += kTileK) {
+      if (!begin(a.bytes + kTileN / kGroupN * kGroupBytesB)) return false;
+      ptx::Mbarrier* full = &shared_.full[stage_.slot()];
+      uint8_t* b = shared_.b[stage_.slot()];
+      ptx::load_tensor(shared_.a[stage_.slot()], a.map, full, k, row, 0);
+      ptx::load_tensor(b, gate, full, k, column, expert);
+      ptx::load_tensor(b + kHalfN / kGroupN * kGroupBytesB, up, full, k, column, expert);
+      stage_.advance();
+    }
+    return true;
+  }
+
+  // kAcross: rows of B are steps of the contraction.
+  template <int kColumns, bool kAcross>
+  __device__ __forceinline__ bool load_wide(const TileTask& task, const Product& product, int part,
+                                            int steps) {
+    const WideA a = wide_a(task, product, part);
+    const CUtensorMap* b_map = &products_.wide_map[product.wide_b[part]];
+    const int row = task.row0, column = task.col0, group = column / kGroupN, expert = task.expert;
+    for (int k = 0; k < steps * kTileK; k += kTileK) {
+      if (!begin(a.bytes + kColumns / kGroupN * kGroupBytesB)) return false;
+      ptx::Mbarrier* full = &shared_.full[stage_.slot()];
+      uint8_t* b = shared_.b[stage_.slot()];
+      ptx::load_tensor(shared_.a[stage_.slot()], a.map, full, k, row, part);
+      if constexpr (kAcross) {
+        ptx::load_tensor(b, b_map, full, 0, k, group, expert);
+      } else {
+        ptx::load_tensor(b, b_map, full, k, column, expert);
+      }
+      stage_.advance();
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ bool load_wide_gradient(const TileTask& task, const Product& product) {
+    const CUtensorMap* a_map = &products_.wide_map[product.wide_a];
+    const CUtensorMap* b_map = &products_.wide_map[product.wide_b[0]];
+    const int a_group = task.row0 / kGroupN, b_group = task.col0 / kGroupN;
+    const int slice = product.a_slice, k0 = task.save_row0, steps = task.steps;
+    for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
+      if (!begin(2 * kHalfBytesA + kTileN / kGroupN * kGroupBytesB)) return false;
+      ptx::Mbarrier* full = &shared_.full[stage_.slot()];
+      ptx::load_tensor(shared_.a[stage_.slot()], a_map, full, 0, k, a_group, slice);
+      ptx::load_tensor(shared_.b[stage_.slot()], b_map, full, 0, k, b_group, 0);
+      stage_.advance();
+    }
+    return true;
+  }
+
   // kSide boxes of gate and, from box kUpAt on, as many of up.
-  template <int kSide, int kUpAt, bool kTail = false>
+  template <int kSide, int kUpAt>
   __device__ __forceinline__ bool load_gate_up(const TileTask& task, const Product& product,
                                                bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[0]];
     const CUtensorMap* gate = &products_.map[product.b[0]];
     const CUtensorMap* up = &products_.map[product.b[1]];
     const int steps = task.steps, row = task.row0, column = task.col0, expert = task.expert;
-    const uint32_t bytes =
-        (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB + (kTail ? kTailBytes : 0);
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + 2 * kSide * kGroupBytesB;
     for (int k = 0; k < steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -130,7 +202,6 @@ class TileLoader {
       uint8_t* b = shared_.b[stage_.slot()];
       ptx::load_tensor(a, a_map, full, k, row, 0);
       if (both_halves) ptx::load_tensor(a + kHalfBytesA, a_map, full, k, row + kHalfM, 0);
-      if constexpr (kTail) load_tail(a, product, full, k, row, 0);
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
         ptx::load_tensor(b + i * kGroupBytesB, gate, full, k, column + i * kGroupN, expert);
@@ -145,7 +216,7 @@ class TileLoader {
   }
 
   // `part`: which of the product's operands, for d_input.
-  template <bool kTransposedA, bool kTransposedB, bool kTail = false>
+  template <bool kTransposedA, bool kTransposedB>
   __device__ __forceinline__ bool load(const TileTask& task, const Product& product, int part,
                                        int steps, bool both_halves) {
     const CUtensorMap* a_map = &products_.map[product.a[part]];
@@ -155,8 +226,7 @@ class TileLoader {
     const int expert = kTransposedA ? 0 : task.expert;
     const int slice = kTransposedA ? product.a_slice : part;
     const int k0 = kTransposedA ? task.save_row0 : 0;
-    const uint32_t bytes =
-        (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB + (kTail ? kTailBytes : 0);
+    const uint32_t bytes = (both_halves ? 2 : 1) * kHalfBytesA + boxes * kGroupBytesB;
     for (int k = k0; k < k0 + steps * kTileK; k += kTileK) {
       if (!begin(bytes)) return false;
       ptx::Mbarrier* full = &shared_.full[stage_.slot()];
@@ -164,7 +234,6 @@ class TileLoader {
       uint8_t* b = shared_.b[stage_.slot()];
       load_box<kTransposedA>(a, a_map, full, k, row, slice);
       if (both_halves) load_box<kTransposedA>(a + kHalfBytesA, a_map, full, k, row + kHalfM, slice);
-      if constexpr (kTail) load_tail(a, product, full, k, row, slice);
 #pragma unroll
       for (int i = 0; i < kTileN / kGroupN; ++i) {
         if (i < boxes) {
@@ -175,13 +244,6 @@ class TileLoader {
       stage_.advance();
     }
     return true;
-  }
-
-  // A tall tile's rows beyond the first kTileM.
-  __device__ __forceinline__ void load_tail(uint8_t* a, const Product& product, ptx::Mbarrier* full,
-                                            int k, int row, int slice) {
-    ptx::load_tensor(a + 2 * kHalfBytesA, &products_.tail_map[product.tail], full, k, row + kTileM,
-                     slice);
   }
 
   template <bool kTransposed>

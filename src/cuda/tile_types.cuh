@@ -19,7 +19,7 @@ inline constexpr int kTileK = 64;
 inline constexpr int kHalfM = 64;           // rows of one consumer warpgroup
 inline constexpr int kHalfN = 128;          // gate columns (and up columns) of a gate-up tile
 inline constexpr int kTileInterGrad = 192;  // columns of a d_hidden tile
-inline constexpr int kTailRows = 16;        // of a tall tile, beyond kTileM; one load
+inline constexpr int kTailRows = 16;        // of a tall tile, beyond kTileM
 inline constexpr int kPieceTokens = 16, kPieceColumns = 16;  // a warp stores of one at a time
 inline constexpr int kGroupN = 64;  // sizes are multiples of it; a load of B, an epilogue slot
 inline constexpr int kStages = 4;
@@ -151,7 +151,7 @@ static_assert(sizeof(TileTask) == 64);
 // said otherwise.
 struct Product {
   int8_t a[2], b[2];  // maps; the second ones are those of up: of b in gate_up, of both in d_input
-  int8_t tail;        // of the maps of tails: that of a
+  int8_t wide_a, tall_a, wide_b[2];  // the same among the wide maps, tall_a for tall tiles; kNoMap
   int8_t a_slice;     // weight_grad: third coordinate in a's map (of d_input: 0 of gate, 1 of up)
   bool gate_in_ring;  // d_hidden: gate and up stand where d_gate does, at row0
   bool mx;            // hidden, d_gate and d_up are rounded to their MX blocks
@@ -194,16 +194,17 @@ struct GradientMaps<0> {
 };
 inline constexpr int kGradientBoxRows = 16;
 
-// Maps of the rows that tall tiles read, with boxes of kTailRows rows. The kernel of ranks that
-// share a GPU and those of fp8 have none, nor tall tiles.
+// Maps of routed products with boxes of a whole operand, so that the loading thread has two or
+// three loads a step to issue instead of six. The kernel of ranks that share a GPU has none: its
+// parameters would be too many.
 template <int kCount>
-struct TailMaps {
-  static constexpr bool kTall = true;
-  CUtensorMap tail_map[kCount];
+struct WideMaps {
+  static constexpr bool kWide = true;
+  CUtensorMap wide_map[kCount];
 };
 template <>
-struct TailMaps<0> {
-  static constexpr bool kTall = false;
+struct WideMaps<0> {
+  static constexpr bool kWide = false;
 };
 
 // Scales and codes of an fp8 product, E8M0 and E4M3. Rows of codes have their scales behind them:
@@ -231,8 +232,9 @@ struct Fp8Products<0> {
 
 // Kernel parameter (__grid_constant__): the copy engine reads the maps from it. All maps: bf16,
 // 128-byte swizzle, {columns, rows, experts}; those of operands with boxes of 64 x 64 x 1.
-template <int kMaps, int kProducts, int kGradientMaps = 0, int kFp8Count = 0, int kTailMaps = 0>
-struct Products : GradientMaps<kGradientMaps>, Fp8Products<kFp8Count>, TailMaps<kTailMaps> {
+template <int kMaps, int kProducts, int kGradientMaps = 0, int kFp8Count = 0, int kWideMaps = 0>
+struct Products : GradientMaps<kGradientMaps>, Fp8Products<kFp8Count>, WideMaps<kWideMaps> {
+  static constexpr bool kTall = WideMaps<kWideMaps>::kWide && !Fp8Products<kFp8Count>::kFp8;
   CUtensorMap map[kMaps];
   Product product[kProducts];
   float swiglu_limit;  // +infinity: none

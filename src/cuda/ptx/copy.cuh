@@ -19,6 +19,16 @@ __device__ __forceinline__ void load_tensor(void* to, const CUtensorMap* map, Mb
       : "memory");
 }
 
+__device__ __forceinline__ void load_tensor(void* to, const CUtensorMap* map, Mbarrier* full,
+                                            int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(shared_address(full)), "r"(c0), "r"(c1), "r"(c2),
+      "r"(c3)
+      : "memory");
+}
+
 __device__ __forceinline__ void store_tensor(const CUtensorMap* map, const void* from, int c0,
                                              int c1, int c2) {
   asm volatile(
