@@ -39,7 +39,11 @@ struct BackwardHooks : HooksBase {
       small_task(task);
       return Drawn::no_tile;
     }
-    if (padding_rows(task) > 0) zero_padding(rank, plan, last_tile(task));
+    if (padding_rows(task) > 0) {
+      zero_padding(rank, plan, last_tile(task));
+      // That takes a while, and a tile must be taken by both warpgroups or by none.
+      if (waiter.abort->raised != 0) return Drawn::nothing;
+    }
     const auto* words = reinterpret_cast<const uint32_t*>(&more->drawn[which]);
     if (threadIdx.x % kWarp < sizeof(TileTask) / 4) {
       reinterpret_cast<uint32_t*>(&out)[threadIdx.x % kWarp] = words[threadIdx.x % kWarp];

@@ -410,6 +410,10 @@ void fill_products(const RankState& s, const LayerShape& shape, const ForwardArg
                    TensorMapCache& cache, ForwardTensors<1, true>* out) {
   fill_forward(s, shape, a, cache, out);
 }
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   TensorMapCache& cache, ForwardTensors<kMaxRanks, true>* out) {
+  fill_forward(s, shape, a, cache, out);
+}
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
                    TensorMapCache& cache, BackwardTensors<1, false>* out) {
   fill_backward(s, shape, a, cache, out);

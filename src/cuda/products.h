@@ -81,6 +81,8 @@ void fill_products(const RankState& s, const LayerShape& shape, const ForwardArg
                    TensorMapCache& cache, ForwardTensors<kMaxRanks, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
                    TensorMapCache& cache, ForwardTensors<1, true>* out);
+void fill_products(const RankState& s, const LayerShape& shape, const ForwardArgs& a,
+                   TensorMapCache& cache, ForwardTensors<kMaxRanks, true>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,
                    TensorMapCache& cache, BackwardTensors<1, false>* out);
 void fill_products(const RankState& s, const LayerShape& shape, const BackwardArgs& a,

@@ -1,6 +1,6 @@
 // A tall tile of d_hidden: 192 columns, three boxes of weights. Warpgroup g multiplies its own box,
 // 2 * g, with all 144 tokens and box 1 with tokens 64 * g .. 64 * g + 79; the 16 that both have
-// come out alike.
+// are stored by the first one.
 //
 // From d_h to d_gate, d_up and w * h as in d_hidden_epilogue.cuh, a piece of 16 tokens and 16
 // columns at a time, g and u asked for a piece ahead. A lane's sum of d_h * h over its eight
@@ -110,7 +110,8 @@ class TallDHiddenEpilogue {
     }
     ask_for(piece + 1);
     const int token = token_of(piece), column = column_of(piece);
-    if (column >= task_.cols) return;
+    const bool twice = group_ > 0 && piece == kOwnPieces;
+    if (column >= task_.cols || twice) return;
     const bool valid = token < task_.rows;
     if (valid) sums_[token * kSums + column / 8] = sum;
 #pragma unroll
