@@ -36,6 +36,8 @@ void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 std::vector<Case> cases() {
   LayerShape limited = shape_of(256, 192, 8, 2, 128, true);
   limited.swiglu_limit = 0.5f;
+  LayerShape tall = shape_of(4096, 448, 2, 1);  // d_hidden, too, has tall tiles
+  tall.swiglu_limit = 0.5f;
   return {
       {"one_token", shape_of(64, 64, 1, 1), {1}},
       {"small", shape_of(128, 128, 4, 2), {100}},
@@ -44,13 +46,13 @@ std::vector<Case> cases() {
       {"narrow_inter", shape_of(512, 704, 16, 4), {100}},
       {"wide_inter", shape_of(128, 1536, 4, 2), {200}},
       {"whole_tiles", shape_of(256, 256, 2, 1), {512}, "one-expert"},
-      {"one_row_in_the_last_tile", shape_of(256, 320, 2, 1), {129}, "one-expert"},
+      {"one_row_in_the_last_tile", shape_of(4096, 320, 2, 1), {129}, "one-expert"},
       {"few_rows_in_the_last_tile", shape_of(320, 448, 2, 1, 128), {144}, "one-expert"},
-      {"few_rows_limited", limited, {140}, "one-expert"},
-      {"few_rows_not_saved", shape_of(256, 384, 2, 1), {272}, "one-expert", 0, 512, 0},
-      {"few_rows_after_refills", shape_of(256, 192, 4, 2), {1420}, "one-expert", 512, 256},
+      {"few_rows_limited", tall, {140}, "one-expert"},
+      {"few_rows_not_saved", shape_of(4096, 384, 2, 1), {272}, "one-expert", 0, 512, 0},
+      {"few_rows_after_refills", shape_of(4096, 192, 4, 2), {1420}, "one-expert", 512, 256},
       {"few_rows_after_refills_not_saved",
-       shape_of(256, 192, 4, 2),
+       shape_of(4096, 192, 4, 2),
        {1420},
        "one-expert",
        512,
@@ -127,7 +129,7 @@ TEST_P(GpuBackwardBits, same_for_an_experts_last_rows) {
   for (const int64_t rows : {129, 136, 143, 144, 145, 260, 384}) {
     LayerSetup s;
     s.options.precision = GetParam();
-    s.shape = shape_of(320, 448, 2, 1);
+    s.shape = shape_of(4096, 448, 2, 1);
     s.seed = 12;
     s.routing = problem::parse_routing("one-expert");
     s.options.deadlines = {20, 10};
