@@ -44,14 +44,18 @@ struct ForwardHooks : HooksBase {
       const int row = task.tile * plan::kTileRows;
       const int width = gate_up ? inter : g.hidden;
       const int tile_width = gate_up ? plan::kTileInter : plan::kTileHidden;
-      out.kind = gate_up ? TaskKind::gate_up : TaskKind::down;
       const bool fp8 = kFp8 && !shared;
       // A block of 32 columns that mxfp8 rounds together lies in two warps of a tall tile.
       const bool may_join = !shared && !kFp8 && (!gate_up || g.block == 0);
       if (may_join && has_joined(task.tile)) continue;
       const int tail = may_join ? tail_of(task.tile) : 0;
-      if (tail > 0) out.kind = gate_up ? TaskKind::gate_up_tall : TaskKind::down_tall;
-      if (fp8) out.kind = gate_up ? TaskKind::gate_up_fp8 : TaskKind::down_fp8;
+      if (fp8) {  // written once: all lanes write it
+        out.kind = gate_up ? TaskKind::gate_up_fp8 : TaskKind::down_fp8;
+      } else if (tail > 0) {
+        out.kind = gate_up ? TaskKind::gate_up_tall : TaskKind::down_tall;
+      } else {
+        out.kind = gate_up ? TaskKind::gate_up : TaskKind::down;
+      }
       out.product =
           static_cast<int16_t>(shared ? (gate_up ? kSharedGateUpProduct : kSharedDownProduct)
                                       : (gate_up ? kRoutedGateUp : kRoutedDown));
