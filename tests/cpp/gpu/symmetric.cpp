@@ -81,6 +81,18 @@ TEST(GpuSymmetric, same_bits_as_in_one_workspace) {
   for (int i = 0; i < 10; ++i) two.expect_good("round " + std::to_string(i));
 }
 
+// Ranks that share a launch have no tall tiles (cuda/tall_consumer.cuh); these have, and push half of
+// their rows to the peer. Hidden: so long that d_hidden has them, too.
+TEST(GpuSymmetric, an_experts_last_rows) {
+  for (const int experts : {2, 8}) {
+    LayerSetup setup = virtual_ranks({70, 63});
+    setup.shape = shape_of(4096, 384, experts, experts / 2);
+    setup.routing = problem::parse_routing("one-expert");
+    TwoWorkspaces two(setup);
+    for (int i = 0; i < 5; ++i) two.expect_good("round " + std::to_string(i));
+  }
+}
+
 TEST(GpuSymmetric, a_rank_without_tokens) {
   TwoWorkspaces two(virtual_ranks({0, 133}));
   two.expect_good("no tokens on rank 0");
