@@ -74,11 +74,12 @@ MOK_HD void for_each_wait(const Plan& p, const Task& t, F&& f) {
       break;
     case TaskKind::reduce: {
       flags_of_all(Counter::returned_flag, true);
-      if (!g.has_shared() || t.begin >= t.end) break;
-      const int own = t.begin / kTileRows;
-      if (g.shared_gate) f(Wait{Counter::sigma, own, 1});
-      if (forward) f(Wait{Counter::shared_rows, own, g.columns_hidden()});
-      if (!forward && g.wanted.d_x) f(Wait{Counter::shared_d_rows, own, g.columns_hidden()});
+      if (!g.has_shared()) break;
+      for (int own = t.begin / kTileRows; own * kTileRows < t.end; ++own) {
+        if (g.shared_gate) f(Wait{Counter::sigma, own, 1});
+        if (forward) f(Wait{Counter::shared_rows, own, g.columns_hidden()});
+        if (!forward && g.wanted.d_x) f(Wait{Counter::shared_d_rows, own, g.columns_hidden()});
+      }
       break;
     }
     case TaskKind::d_hidden:

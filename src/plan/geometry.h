@@ -54,7 +54,7 @@ struct Geometry {
   int32_t tile_d_hidden = kTileDHidden;  // columns of a routed d_hidden tile: whole blocks
   int32_t stage_rows = 64;               // tokens of one stage task
   int32_t fetch_rows = 8;                // first rows of one fetch task
-  int32_t reduce_tokens = 16;            // tokens of one reduce task; divides kTileRows
+  int32_t reduce_tokens = 16;            // tokens of one reduce task
 
   MOK_HD int experts_local() const { return experts / ranks; }
   MOK_HD int first_expert() const { return rank * experts_local(); }

@@ -1,7 +1,6 @@
 #include "plan/sizing.h"
 
 #include <algorithm>
-#include <bit>
 
 namespace mok {
 
@@ -41,9 +40,9 @@ Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceO
 }
 
 int32_t reduce_task_tokens(int64_t max_tokens) {
-  constexpr int64_t kTasks = 128;
-  const auto tokens = static_cast<uint32_t>(std::clamp<int64_t>(max_tokens / kTasks, 8, 64));
-  return static_cast<int32_t>(std::bit_floor(tokens));
+  constexpr int64_t kTasks = 128, kWarps = 8;
+  const int64_t tokens = ceil_div(ceil_div(max_tokens, kTasks), kWarps) * kWarps;
+  return static_cast<int32_t>(std::clamp<int64_t>(tokens, kWarps, 64));
 }
 
 }  // namespace plan

@@ -11,8 +11,8 @@ namespace mok::plan {
 Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceOptions& options,
                             Precision precision = Precision::bf16);
 
-// Tokens of a GPU's reduce task: about 128 tasks, of 8 to 64 tokens. A divisor of kTileRows,
-// because a task waits for one own tile of the shared expert.
+// Tokens of a GPU's reduce task, one for each of its eight warps at a time: a multiple of 8 up to
+// 64, so that there are at most 128 tasks of up to 8192 tokens.
 int32_t reduce_task_tokens(int64_t max_tokens);
 
 }  // namespace mok::plan

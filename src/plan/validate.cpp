@@ -82,6 +82,37 @@ class Checker {
         successors_[entry->second].push_back(n);
       }
     }
+    connect_joined(vertex);
+  }
+
+  // A kernel may compute a tile of a minibatch together with the next one's rows (tall tiles): then
+  // it waits for what either waits for.
+  void connect_joined(const std::map<CounterKey, size_t>& vertex) {
+    using TileKey = std::tuple<int, int, TaskKind, int, int, int>;
+    const auto key = [](const Node& n, int tile) {
+      return TileKey{n.call, n.rank, n.task.kind, n.task.minibatch, n.task.column, tile};
+    };
+    const auto may_join = [](const Node& n) {
+      const TaskKind kind = n.task.kind;
+      return n.kind == Node::Kind::task &&
+             (kind == TaskKind::gate_up || kind == TaskKind::down || kind == TaskKind::d_hidden ||
+              kind == TaskKind::d_input);
+    };
+    std::map<TileKey, size_t> node_of;
+    for (size_t n = 0; n < nodes_; ++n) {
+      const Node& node = program_.nodes[n];
+      if (may_join(node)) node_of[key(node, node.task.tile)] = n;
+    }
+    for (size_t n = 0; n < nodes_; ++n) {
+      const Node& node = program_.nodes[n];
+      if (!may_join(node)) continue;
+      const auto next = node_of.find(key(node, node.task.tile + 1));
+      if (next == node_of.end()) continue;
+      for (const Wait& w : program_.nodes[next->second].waits) {
+        const auto counter = vertex.find({node.call, node.rank, w.counter, w.index});
+        if (counter != vertex.end()) joined_.emplace_back(counter->second, n);
+      }
+    }
   }
 
   // schedule -> every task of the rank's call -> leave -> arrive of its next call.
@@ -104,9 +135,11 @@ class Checker {
   }
 
   // Kahn's algorithm on waits and queues; the queue edges are for progress only: they do not order
-  // memory, because several workers run the tasks of one queue at once.
+  // memory, because several workers run the tasks of one queue at once. Nor do those of joined
+  // tiles, which need not be joined.
   void check_order() {
     auto edges = successors_;
+    for (const auto& [counter, task] : joined_) edges[counter].push_back(task);
     std::map<std::tuple<int, int, Queue>, size_t> last;
     for (size_t n = 0; n < nodes_; ++n) {
       const Node& node = program_.nodes[n];
@@ -224,6 +257,7 @@ class Checker {
   size_t limit_;
   size_t nodes_;
   std::vector<std::vector<size_t>> successors_;
+  std::vector<std::pair<size_t, size_t>> joined_;  // counter, task
   std::vector<size_t> order_;
   size_t words_ = 0;
   std::vector<uint64_t> before_;  // [vertices][words]

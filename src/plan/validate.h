@@ -7,7 +7,8 @@
 //             them are done"; each flag is raised exactly once
 //   order     one total order over all tasks extends every queue and every wait points backwards
 //             in it: with any number >= 1 of workers per queue the calls finish, because the
-//             earliest unfinished task can always run
+//             earliest unfinished task can always run; also where a task that computes a tile waits
+//             for what the minibatch's next tile waits for, which it may compute as well
 //   memory    every two accesses to a cell, one of them a write, are ordered by waits (or by the
 //             end of a rank's call); every read sees the write it is meant to see; so no ring row
 //             and no cross-rank buffer is overwritten while it is needed, from call to call too

@@ -41,7 +41,7 @@ Geometry random_geometry(std::mt19937& rng) {
   g.minibatch_tiles = uniform(rng, 1, 4);
   g.stage_rows = uniform(rng, 1, 80);
   g.fetch_rows = uniform(rng, 1, 40);
-  g.reduce_tokens = 1 << uniform(rng, 2, 7);
+  g.reduce_tokens = uniform(rng, 1, 300);
   g.saved_rows = uniform(rng, 0, 1) ? g.most_rows() : uniform(rng, 0, 900);
   g.normalize();
   return g;
@@ -168,12 +168,12 @@ TEST(Plan, rows_stand_in_global_token_order_whatever_the_split) {
   }
 }
 
-// A reduce task waits for the shared expert's rows of one own tile.
-TEST(Plan, a_reduce_task_has_tokens_of_one_own_tile) {
+TEST(Plan, tokens_of_a_reduce_task) {
   for (int64_t tokens = 1; tokens < 20000; tokens += 7) {
     const int32_t of_task = reduce_task_tokens(tokens);
-    ASSERT_EQ(kTileRows % of_task, 0) << tokens;
+    ASSERT_EQ(of_task % 8, 0) << tokens;
     ASSERT_TRUE(of_task >= 8 && of_task <= 64) << tokens;
+    ASSERT_TRUE(ceil_div<int64_t>(tokens, of_task) <= 128 || of_task == 64) << tokens;
   }
 }
 
@@ -224,7 +224,10 @@ TEST(Plan, finds_the_first_bad_id) {
 
 class PlantedFault : public ::testing::Test {
  protected:
-  void SetUp() override {
+  void SetUp() override { build(1); }
+  void build(int minibatch_tiles) {
+    calls_.clear();
+    routing_ = {};
     std::mt19937 rng(7);
     Geometry g;
     g.ranks = 2;
@@ -236,7 +239,7 @@ class PlantedFault : public ::testing::Test {
     g.shared_gate = true;
     g.max_tokens = 400;
     g.ring_tiles = 4;
-    g.minibatch_tiles = 1;
+    g.minibatch_tiles = minibatch_tiles;
     g.reduce_tokens = 64;
     g.saved_rows = 256;
     g.normalize();
@@ -326,6 +329,29 @@ TEST_F(PlantedFault, queue_out_of_order) {
   const auto first = std::find_if(nodes.begin(), nodes.end(), is_compute);
   const auto last = std::find_if(nodes.rbegin(), nodes.rend(), is_compute);
   std::swap(*first, *last);  // reduce first, the tiles that it waits for behind it
+  const auto errors = validate(broken, 1);
+  ASSERT_FALSE(errors.empty());
+  EXPECT_TRUE(errors[0].starts_with("order")) << errors[0];
+}
+
+// A tile that waits for the tile before it: in order as it stands, but not when they are joined.
+TEST_F(PlantedFault, a_tile_that_cannot_be_joined) {
+  build(2);
+  Program broken = program_;
+  std::vector<Node>& nodes = broken.nodes;
+  const auto is_gate_up = [](const Node& n) {
+    return n.kind == Node::Kind::task && n.task.kind == TaskKind::gate_up && n.call == 0 &&
+           n.rank == 0;
+  };
+  int32_t columns = 0;
+  for (const Node& n : nodes) {
+    if (is_gate_up(n)) columns = std::max(columns, n.task.column + 1);
+  }
+  const auto second = std::find_if(nodes.begin(), nodes.end(), [&](const Node& n) {
+    return is_gate_up(n) && n.task.tile % 2 == 1 && n.task.column == columns - 1;
+  });
+  ASSERT_NE(second, nodes.end());
+  second->waits.push_back({Counter::hidden, second->task.tile - 1, columns});
   const auto errors = validate(broken, 1);
   ASSERT_FALSE(errors.empty());
   EXPECT_TRUE(errors[0].starts_with("order")) << errors[0];
