@@ -81,8 +81,8 @@ TEST(GpuSymmetric, same_bits_as_in_one_workspace) {
   for (int i = 0; i < 10; ++i) two.expect_good("round " + std::to_string(i));
 }
 
-// Ranks that share a launch have no tall tiles (cuda/tall_consumer.cuh); these have, and push half of
-// their rows to the peer. Hidden: so long that d_hidden has them, too.
+// Ranks that share a launch have no tall tiles (cuda/tall_consumer.cuh); these have, and push half
+// of their rows to the peer. Hidden: so long that d_hidden has them, too.
 TEST(GpuSymmetric, an_experts_last_rows) {
   for (const int experts : {2, 8}) {
     LayerSetup setup = virtual_ranks({70, 63});
