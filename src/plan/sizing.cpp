@@ -41,7 +41,7 @@ Geometry workspace_geometry(const LayerShape& shape, int ranks, const WorkspaceO
 
 int32_t reduce_task_tokens(int64_t max_tokens) {
   constexpr int64_t kTasks = 128, kWarps = 8;
-  const int64_t tokens = ceil_div(ceil_div(max_tokens, kTasks), kWarps) * kWarps;
+  const int64_t tokens = ceil_div(max_tokens, kTasks * kWarps) * kWarps;
   return static_cast<int32_t>(std::clamp<int64_t>(tokens, kWarps, 64));
 }
 

@@ -98,19 +98,16 @@ class Checker {
              (kind == TaskKind::gate_up || kind == TaskKind::down || kind == TaskKind::d_hidden ||
               kind == TaskKind::d_input);
     };
-    std::map<TileKey, size_t> node_of;
-    for (size_t n = 0; n < nodes_; ++n) {
-      const Node& node = program_.nodes[n];
-      if (may_join(node)) node_of[key(node, node.task.tile)] = n;
-    }
+    std::map<TileKey, size_t> node_of;  // a tile's task comes after that of the tile before
     for (size_t n = 0; n < nodes_; ++n) {
       const Node& node = program_.nodes[n];
       if (!may_join(node)) continue;
-      const auto next = node_of.find(key(node, node.task.tile + 1));
-      if (next == node_of.end()) continue;
-      for (const Wait& w : program_.nodes[next->second].waits) {
+      node_of[key(node, node.task.tile)] = n;
+      const auto before = node_of.find(key(node, node.task.tile - 1));
+      if (before == node_of.end()) continue;
+      for (const Wait& w : node.waits) {
         const auto counter = vertex.find({node.call, node.rank, w.counter, w.index});
-        if (counter != vertex.end()) joined_.emplace_back(counter->second, n);
+        if (counter != vertex.end()) joined_.emplace_back(counter->second, before->second);
       }
     }
   }

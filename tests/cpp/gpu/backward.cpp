@@ -204,34 +204,39 @@ TEST_P(GpuBackwardBits, same_for_every_ep_and_knob) {
 class GpuBackwardModes : public InEachPrecision {};
 INSTANTIATE_TEST_SUITE_P(Gpu, GpuBackwardModes, each_precision(), precision_name);
 
+void expect_one_sum_in_three_ways(const LayerSetup& setup, const std::string& what) {
+  GpuLayer layer(setup);
+  const Results sum = BackwardLayer(layer).run();
+  const Results storage = BackwardLayer(layer, all_modes(GradMode::storage)).run();
+  const float before = 256;
+  const Results added = BackwardLayer(layer, all_modes(GradMode::accumulate)).run(before);
+  for (int g = d_gate; g < kGrads; ++g) {
+    const auto exact = sum.as<float>(g), total = added.as<float>(g);
+    const auto rounded = storage.as<bf16>(g);
+    int wrong = 0;
+    for (size_t i = 0; i < exact.size(); ++i) {
+      wrong += rounded[i].bits != numerics::to_bf16(exact[i]).bits;
+      wrong += total[i] != before + exact[i];
+    }
+    EXPECT_EQ(wrong, 0) << kGradNames[g] << what;
+  }
+}
+
 // Whatever the steps of a tile (1, 2, 3 and more), its rows (64 or 128) and columns (64 to 256); by
 // one rank, whose bf16 results leave by the copy engine, and by two that share a GPU.
 TEST_P(GpuBackwardModes, are_one_sum_delivered_in_three_ways) {
   const LayerShape shapes[] = {shape_of(512, 320, 24, 4, 128, true), shape_of(320, 192, 8, 3),
                                shape_of(704, 448, 4, 2)};
   for (const auto& tokens : {std::vector<int64_t>{333}, {200, 133}}) {
+    LayerSetup s = virtual_ranks(tokens);
+    s.options.workspace.minibatch_rows = 128;
     for (const LayerShape& shape : shapes) {
+      s.shape = shape;
       for (const int64_t ring : {0, 512}) {
-        LayerSetup s = virtual_ranks(tokens);
-        s.shape = shape;
         s.options.workspace.ring_rows = ring;
-        s.options.workspace.minibatch_rows = 128;
-        GpuLayer layer(s);
-        const Results sum = BackwardLayer(layer).run();
-        const Results storage = BackwardLayer(layer, all_modes(GradMode::storage)).run();
-        const float before = 256;
-        const Results added = BackwardLayer(layer, all_modes(GradMode::accumulate)).run(before);
-        for (int g = d_gate; g < kGrads; ++g) {
-          const auto exact = sum.as<float>(g), total = added.as<float>(g);
-          const auto rounded = storage.as<bf16>(g);
-          int wrong = 0;
-          for (size_t i = 0; i < exact.size(); ++i) {
-            wrong += rounded[i].bits != numerics::to_bf16(exact[i]).bits;
-            wrong += total[i] != before + exact[i];
-          }
-          EXPECT_EQ(wrong, 0) << kGradNames[g] << ", H " << shape.hidden << ", ring " << ring
-                              << ", ranks " << tokens.size();
-        }
+        expect_one_sum_in_three_ways(s, ", H " + std::to_string(shape.hidden) + ", ring " +
+                                            std::to_string(ring) + ", ranks " +
+                                            std::to_string(tokens.size()));
       }
     }
   }

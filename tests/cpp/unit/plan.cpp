@@ -336,7 +336,7 @@ TEST_F(PlantedFault, queue_out_of_order) {
 
 // A tile that waits for the tile before it: in order as it stands, but not when they are joined.
 TEST_F(PlantedFault, a_tile_that_cannot_be_joined) {
-  build(2);
+  ASSERT_NO_FATAL_FAILURE(build(2));
   Program broken = program_;
   std::vector<Node>& nodes = broken.nodes;
   const auto is_gate_up = [](const Node& n) {
